@@ -17,6 +17,9 @@ from pathlib import Path
 START = Path(__file__).with_name("start.py")
 PARENT = "HETPIPE_PARENT"
 """Environment variable: id of the parent process; the new process ends with it."""
+STOPPED_CHECKS = 3
+"""Successive checks that find a process stopped until it counts as stopped: somebody may stop a
+process for a moment."""
 _PR_SET_PDEATHSIG = 1
 
 

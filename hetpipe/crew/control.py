@@ -106,6 +106,7 @@ class Control:
         self._error: tuple[str, str] | None = None
         self._owner = os.getpid()
         self._notice_s = NOTICE_S
+        self._gathering = False  # whether the user's thread waits
         self.doing: list[Callable[[], str]] = [
             partial(self._beats.__getitem__, i) for i in range(len(self.labels))
         ]
@@ -135,13 +136,24 @@ class Control:
             self._changed.notify_all()
 
     def fail(self, text: str, trace: str = "") -> None:
-        """End the run at the first failure; later failures only follow from the first."""
+        """End the run, and tell the user at once if nobody waits for the workers.
+
+        The present work of the user's thread, such as the capture of a model, may take minutes.
+        """
+        told = self._gathering
+        if self.end(text, trace) and not told:
+            logger.warning("%s; the next use of the workers raises this", text)
+
+    def end(self, text: str, trace: str = "") -> bool:
+        """End the run and return whether it had not failed before: later failures only follow from
+        the first."""
         with self._changed:
             if self._error is not None:
-                return
+                return False
             self._error = (text, trace)
             self._changed.notify_all()
         self.on_failure()
+        return True
 
     def check(self) -> None:
         """Raise `WorkerError` if the run has failed, `HetpipeError` in a fork of the process."""
@@ -168,6 +180,19 @@ class Control:
         worker is in a pass, for `pass_limit_s`. Time in which this process was stopped does not
         count.
         """
+        self._gathering = True
+        try:
+            return self._gather(workers, patience_s, on_news, pass_limit_s)
+        finally:
+            self._gathering = False
+
+    def _gather(
+        self,
+        workers: Sequence[int],
+        patience_s: float | None,
+        on_news: Callable[[News], None] | None,
+        pass_limit_s: float | None,
+    ) -> list[Any]:
         moved_s, positions = time.monotonic(), self._positions(workers)
         while True:
             begin_s = time.monotonic()

@@ -29,6 +29,7 @@ from contextlib import suppress
 
 from hetpipe import process
 from hetpipe.errors import WorkerError
+from hetpipe.hosts.guard import guard_process
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import STATUS, Fork
 from hetpipe.worker.blame import summary
@@ -119,6 +120,7 @@ class ForkServer:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._channel = Channel(ours)
+        self._guarded = guard_process(self._process.pid)
 
     @property
     def runs(self) -> bool:
@@ -128,6 +130,8 @@ class ForkServer:
         self, channel: socket.socket, cores: Sequence[int], variables: Mapping[str, str]
     ) -> WorkerProcess:
         """Return a new worker, which gets the socket `channel`. Raises `OSError`."""
+        if not self._guarded:  # this process may have met other hosts since
+            self._guarded = guard_process(self._process.pid)
         request = Fork(tuple(cores), os.getcwd(), tuple(process.ordered(sys.path)), dict(variables))
         ours, theirs = os.pipe()
         try:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hetpipe.process import thread_states
-
-CHECKS = 3
-"""Successive checks that must agree: a signal may stop and continue a process."""
+from hetpipe.process import STOPPED_CHECKS, thread_states
 
 
 class Vigil:
@@ -40,10 +37,10 @@ class Vigil:
         states = thread_states(pid)
         self._stopped = self._stopped + 1 if "T" in states else 0
         self._resting = 0 if {*"RD"} & {*states} else self._resting + 1
-        if self._stopped >= CHECKS:
+        if self._stopped >= STOPPED_CHECKS:
             return f"is stopped, perhaps by the signal SIGSTOP (kill -CONT {pid} continues it)"
         silent_s = 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
-        if silent_s <= self._silence_s or self._resting < CHECKS:
+        if silent_s <= self._silence_s or self._resting < STOPPED_CHECKS:
             return ""
         limit_s = self._silence_s
         return (

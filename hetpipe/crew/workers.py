@@ -180,7 +180,7 @@ class Workers:
         """End all workers; safe to call twice. Does nothing in a fork of the process."""
         if self._control.owns:
             self._close()
-            self._control.fail("the crew is closed")
+            self._control.end("the crew is closed")
 
     def __enter__(self) -> Self:
         return self
@@ -209,7 +209,7 @@ class Workers:
             yield
         except BaseException as error:
             self._close()
-            self._control.fail(f"the crew is closed: {type(error).__name__} broke off a call")
+            self._control.end(f"the crew is closed: {type(error).__name__} broke off a call")
             raise
 
     def _await_devices(self) -> None:

@@ -17,13 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hetpipe.hosts.guard import guard_connection
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.packing import Packed, pack
 
 PIECE_NBYTES = 256 * 1024
 BEAT_S = 1.0
 SILENCE_S = 5.0
-"""Seconds without a sign of life after which the other host counts as lost."""
+"""Seconds without a sign of life from the other host's system after which it counts as lost."""
+STUCK = 6
+"""Times this silence until the other process counts as stuck; a script may keep the interpreter's
+lock for seconds, and a process that is stopped has a guard (`hetpipe.hosts.guard`)."""
 ROUND_TRIPS = 64
 """The latest signs of life that tell how far the other host's clock is ahead."""
 DRIFT = 5e-4
@@ -93,6 +97,7 @@ class Connection:
         self.peer = peer
         self._stream = stream
         self._silence_s = silence_s
+        guard_connection(stream.socket)
         self._numbers = itertools.count(1)
         self._heard_s = time.monotonic()
         self._clocks = Clocks()
@@ -162,7 +167,10 @@ class Connection:
                     self._time(kind, _TIMES.unpack(self._stream.receive(nbytes)))
                 self._heard_s = time.monotonic()
         except EOFError as error:
-            self._end(str(error) or "the connection ended")
+            if isinstance(error.__cause__, TimeoutError):  # see `_watch_socket`
+                self._end(f"it has given no sign of life for {self._silence_s:.0f} s")
+            else:
+                self._end(f"{error}: its process has ended, or is stopped")
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}")
 
@@ -190,9 +198,8 @@ class Connection:
             now_s = time.monotonic()
             if now_s - begin_s > 3 * BEAT_S:  # this process was stopped, or the machine slept
                 self._heard_s = now_s
-            elif now_s - self._heard_s > self._silence_s:
-                silent_s = now_s - self._heard_s
-                self._end(f"it has given no sign of life for {silent_s:.1f} s")
+            elif (silent_s := now_s - self._heard_s) > STUCK * self._silence_s:
+                self._end(f"it has not answered for {silent_s:.0f} s: it is stuck")
 
 
 class _Arriving:

@@ -3,7 +3,8 @@
     python tests/engine/break_hosts.py [--moments 20] [--seed 0] [EVENT ...]
 
 The hosts h0 (controller) and h1 (agent) are network namespaces, so this needs root. A training must
-end in time, name the lost host, leave no process, and leave a whole checkpoint or none.
+end in time, name the lost host, leave no process, and leave a whole checkpoint or none. An intruder
+must be refused in time, and the training must go on.
 """
 
 from __future__ import annotations
@@ -11,80 +12,145 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 from crews import eventually  # noqa: E402
 from networks import Network, network  # noqa: E402
 
+from hetpipe import __version__  # noqa: E402
+
 SECRET = {"HETPIPE_SECRET": "a secret of the tests alone", "PYTHONUNBUFFERED": "1"}
+OTHER_SECRET = {**SECRET, "HETPIPE_SECRET": "another secret of the tests"}
+H0, H1 = "h0", "h1"
 QUICK_S, SILENT_S = 5.0, 8.0
-MEET_S = 25.0
-"""The limit while the hosts still look for each other, for 20 s."""
 LATEST_S = 60.0
 """Seconds after which a training that has not ended is killed."""
+SMALL_NBYTES = 4 << 20
+"""Bytes of the disk with the checkpoints."""
 TRAIN = """
-import sys, time
+import itertools, logging, os, sys, time
 import torch
 from torch import nn
 import hetpipe as hp
 
-folder, address = sys.argv[1:]
-print("meet")
-cluster = hp.Cluster.hosts(
-    address, 2, name="h0", limit_s=20, devices=["h0/numpy:cpu:0", "h1/numpy:cpu:0"]
-)
-torch.manual_seed(0)
-print("start")
-model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-x, y = torch.randn(64, 64), torch.randint(4, (64,))
-options = {"optimizer": hp.optim.adamw(), "cuts": [1], "microbatches": 4}
-if int(folder[-1]) % 2:
-    del options["cuts"]
+folder, way, phases, number = sys.argv[1:]
+file = os.open(phases, os.O_WRONLY | os.O_CREAT)
+enter = lambda phase: os.pwrite(file, phase.ljust(10).encode(), 0)
+class Told(logging.Handler):
+    def emit(self, record):
+        print("told", time.monotonic(), record.getMessage())
+logging.getLogger("hetpipe").addHandler(Told())
+where = {"agents": [way]} if way.endswith(":29401") else {"meet": way, "count": 2}
+devices = ["h0/numpy:cpu:0", "h1/numpy:cpu:0"]
 try:
+    enter("meet")
+    print("calls", time.monotonic())
+    cluster = hp.Cluster.hosts(**where, name="h0", limit_s=20, devices=devices)
+    torch.manual_seed(0)
+    enter("start")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    x, y = torch.randn(64, 64), torch.randint(4, (64,))
+    options = {"optimizer": hp.optim.adamw(), "microbatches": 4}
+    if int(number) % 2:
+        options["cuts"] = [1]  # otherwise it measures
     loss_fn = nn.functional.cross_entropy
     with hp.Pipeline(model, loss_fn, (x, y), cluster=cluster, **options) as pipe:
-        print("step")
-        for result in pipe.run((x, y) for _ in range(10_000_000)):
-            if result.index % 20 == 0:
+        for turn in itertools.count():
+            enter("step")
+            for result in pipe.run((x, y) for _ in range(50)):
+                pass
+            enter("pause")
+            time.sleep(0.2)
+            enter("evaluate")
+            pipe.evaluate([(x, y)] * 50)
+            enter("save")
+            for _ in range(5):
                 pipe.save(folder)
-except hp.HetpipeError as error:
-    print("ended", time.monotonic(), error)
+except (hp.HetpipeError, OSError) as error:
+    print("ended", time.monotonic(), f"{type(error).__name__}: {error}")
     sys.exit(1)
+"""
+GUEST = """
+import dataclasses, sys, time
+from hetpipe.crew import agent
+from hetpipe.hosts.facts import own_facts
+from hetpipe.hosts.meeting import parse_address
+
+address, version = sys.argv[1:]
+facts = dataclasses.replace(own_facts("h2"), hetpipe=version)
+agent.own_facts = lambda name: facts
+print("calls", time.monotonic())
+agent.serve_once(parse_address(address), "h2", 20.0)
 """
 
 Training = dict[str, subprocess.Popen[str]]
 
 
-def _processes(net: Network, host: str) -> list[int]:
-    names = subprocess.run(
-        ["ip", "netns", "pids", net.namespace(host)], capture_output=True, text=True, check=True
-    )
-    return [int(name) for name in names.stdout.split()]
+class Run(NamedTuple):
+    """A training that runs, and the files that it writes."""
 
+    net: Network
+    training: Training
+    folder: Path
+    way: str  # the address where the hosts meet
 
-def _workers(net: Network, host: str) -> list[int]:
-    """Return the processes that are no agent and no controller; the newest is a worker."""
-    found = []
-    for process in _processes(net, host):
+    def start(
+        self, host: str, words: str, *command: object, environment: dict[str, str] = SECRET
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host; what it prints goes to the file `words`."""
+        with (self.folder / words).open("w") as file:
+            return subprocess.Popen(
+                self.net.command(host, *command), env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+
+    def start_controller(self, number: int, words: str = H0) -> subprocess.Popen[str]:
+        checkpoint, phase = self.folder / "disk" / "checkpoint", self.folder / f"{words}.phase"
+        script = sys.executable, "-c", TRAIN
+        return self.start(H0, words, *script, checkpoint, self.way, phase, number)
+
+    def words(self, name: str) -> str:
+        """Return what a command has printed."""
+        return (self.folder / name).read_text()
+
+    @property
+    def phase(self) -> str:
         with suppress(OSError):
-            if "forkserver" in Path(f"/proc/{process}/cmdline").read_text():
-                found.append(process)
-    return found
+            return (self.folder / f"{H0}.phase").read_text().strip()
+        return "import"
+
+    def processes(self, host: str) -> list[int]:
+        found = ["ip", "netns", "pids", self.net.namespace(host)]
+        names = subprocess.run(found, capture_output=True, text=True, check=True)
+        return [int(name) for name in names.stdout.split()]
+
+    def workers(self, host: str) -> list[int]:
+        """Return the fork servers of a host and their workers; the newest is a worker."""
+        return [each for each in self.processes(host) if "forkserver" in _command(each)]
 
 
-def _signal(number: int, host: str, kind: str) -> Callable[[Network, Training], None]:
-    def send(net: Network, training: Training) -> None:
+def _command(process: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
+
+
+def _signal(number: int, host: str, kind: str) -> Callable[[Run], None]:
+    def send(run: Run) -> None:
         if kind == "worker":
-            eventually(lambda: bool(_workers(net, host)), LATEST_S)
-        chosen = [training[host].pid] if kind == "main" else _workers(net, host)[-1:]
+            eventually(lambda: bool(run.workers(host)), LATEST_S)
+        chosen = [run.training[host].pid] if kind == "main" else run.workers(host)[-1:]
         for process in chosen:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -92,115 +158,215 @@ def _signal(number: int, host: str, kind: str) -> Callable[[Network, Training], 
     return send
 
 
-def _cut(net: Network, training: Training) -> None:
-    subprocess.run(["ip", "-n", net.namespace("h1"), "link", "set", "eth0", "down"], check=True)
+def _cut(run: Run) -> None:
+    subprocess.run(["ip", "-n", run.net.namespace(H1), "link", "set", "eth0", "down"], check=True)
 
 
-def _switch_off(net: Network, training: Training) -> None:
-    _cut(net, training)
-    net.kill("h1")
+def _switch_off(run: Run) -> None:
+    _cut(run)
+    run.net.kill(H1)
 
 
-H0, H1 = "h0", "h1"
-EVENTS: dict[str, tuple[float, str, Callable[[Network, Training], None]]] = {
-    "kill-worker": (QUICK_S, H0, _signal(signal.SIGKILL, H1, "worker")),
-    "kill-agent": (QUICK_S, H0, _signal(signal.SIGKILL, H1, "main")),
-    "kill-controller": (QUICK_S, H1, _signal(signal.SIGKILL, H0, "main")),
-    "ctrl-c-agent": (QUICK_S, H0, _signal(signal.SIGINT, H1, "main")),
-    "ctrl-c-controller": (QUICK_S, H1, _signal(signal.SIGINT, H0, "main")),
-    "stop-worker": (SILENT_S, H0, _signal(signal.SIGSTOP, H1, "worker")),
-    "stop-agent": (SILENT_S, H0, _signal(signal.SIGSTOP, H1, "main")),
-    "stop-controller": (SILENT_S, H1, _signal(signal.SIGSTOP, H0, "main")),
-    "cut": (SILENT_S, H0, _cut),
-    "switch-off": (SILENT_S, H0, _switch_off),
+def _fill_disk(run: Run) -> None:
+    with suppress(OSError), (run.folder / "disk" / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def _full_after_meeting(run: Run) -> None:
+    """Fill the disk; the event is the next save."""
+    _fill_disk(run)
+    eventually(lambda: run.phase == "save", LATEST_S)
+
+
+class Event(NamedTuple):
+    """Ends a training. `host` is the one whose end counts, `names` what it must name."""
+
+    limit_s: float
+    host: str
+    happen: Callable[[Run], None]
+    names: str
+
+
+def _ends_h0(limit_s: float, happen: Callable[[Run], None]) -> Event:
+    return Event(limit_s, H0, happen, H1)
+
+
+def _ends_h1(limit_s: float, happen: Callable[[Run], None]) -> Event:
+    return Event(limit_s, H1, happen, H0)
+
+
+class Intruder(NamedTuple):
+    """Calls while a training runs. `reason` is what it must be told."""
+
+    start: Callable[[Run], subprocess.Popen[str]]
+    reason: str
+    stays: bool = False  # whether the agent of the training is one that stays
+
+
+def _agent(version: str, environment: dict[str, str]) -> Callable[[Run], subprocess.Popen[str]]:
+    return lambda run: run.start(
+        H1, "guest", sys.executable, "-c", GUEST, run.way, version, environment=environment
+    )
+
+
+EVENTS: dict[str, Event | Intruder] = {
+    "kill-worker": _ends_h0(QUICK_S, _signal(signal.SIGKILL, H1, "worker")),
+    "kill-agent": _ends_h0(QUICK_S, _signal(signal.SIGKILL, H1, "main")),
+    "kill-controller": _ends_h1(QUICK_S, _signal(signal.SIGKILL, H0, "main")),
+    "ctrl-c-agent": _ends_h0(QUICK_S, _signal(signal.SIGINT, H1, "main")),
+    "ctrl-c-controller": _ends_h1(QUICK_S, _signal(signal.SIGINT, H0, "main")),
+    "stop-worker": _ends_h0(QUICK_S, _signal(signal.SIGSTOP, H1, "worker")),
+    "stop-agent": _ends_h0(QUICK_S, _signal(signal.SIGSTOP, H1, "main")),
+    "stop-controller": _ends_h1(QUICK_S, _signal(signal.SIGSTOP, H0, "main")),
+    "cut": _ends_h0(SILENT_S, _cut),
+    "switch-off": _ends_h0(SILENT_S, _switch_off),
+    "full-disk": Event(QUICK_S, H0, _full_after_meeting, "No space left"),
+    "wrong-secret": Intruder(_agent(__version__, OTHER_SECRET), "another secret"),
+    "other-version": Intruder(_agent("0.0.1", SECRET), "install one version"),
+    "too-many": Intruder(_agent(__version__, SECRET), "all 2 hosts have met"),
+    "busy": Intruder(
+        lambda run: run.start_controller(0, "guest"), "h1 refuses: it works for host 'h0'", True
+    ),
 }
-"""By name: the limit from the event to the end, the host whose end counts, and the event."""
 
 
-def _run(event: str, moment_s: float, number: int) -> tuple[str, float, str]:
-    """Return the phase, the seconds from the event to the end, and what is wrong, or ""."""
-    limit_s, host, happen = EVENTS[event]
-    with tempfile.TemporaryDirectory() as folder, network(2, Path(folder)) as net:
-        checkpoint, words = Path(folder, f"checkpoint{number}"), Path(folder, "words")
-        address = f"{net.address(H0)}:29400"
-        with words.open("w") as file, words.with_name("other").open("w") as other:
-            training: Training = {
-                H0: _start(net, H0, file, sys.executable, "-c", TRAIN, checkpoint, address),
-                H1: _start(net, H1, other, sys.executable, "-m", "hetpipe", "agent", "--meet",
-                           address, "--name", H1, "--limit", 20),
-            }  # fmt: skip
-            eventually(lambda: "meet" in words.read_text(), LATEST_S)
-            time.sleep(moment_s)
-            lines = words.read_text().splitlines()
-            phase = [line for line in lines if line in ("meet", "start", "step")][-1:]
-            with suppress(subprocess.CalledProcessError):
-                happen(net, training)
-            begin_s = time.monotonic()
-            with suppress(subprocess.TimeoutExpired):
-                training[host].wait(LATEST_S)
-            took_s = _end_s(words, host) - begin_s
-            problems = _problems(net, training, host, words, event)
-            if took_s > (limit_s if phase != ["meet"] else MEET_S):
-                problems.append(f"took {took_s:.1f} s")
-            if checkpoint.exists():
-                from hetpipe.checkpoint.checkpoint import load
-
-                try:
-                    load(checkpoint)
-                except Exception as error:
-                    problems.append(f"checkpoint: {error}")
-    return (phase or ["import"])[0], took_s, "; ".join(problems)
+@contextmanager
+def _running(number: int, *, stays: bool) -> Iterator[Run]:
+    """Yield a training that starts. Its checkpoints go to a small disk."""
+    with tempfile.TemporaryDirectory() as name, network(2, Path(name)) as net:
+        folder = Path(name)
+        disk = folder / "disk"
+        disk.mkdir()
+        size = f"size={SMALL_NBYTES}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], check=True)
+        try:
+            way = f"{net.address(H1)}:29401" if stays else f"{net.address(H0)}:29400"
+            run = Run(net, {}, folder, way)
+            run.training[H0] = run.start_controller(number)
+            how = ("--stay", "--listen", way) if stays else ("--meet", way, "--limit", 20)
+            command = sys.executable, "-m", "hetpipe", "agent", *how, "--name", H1
+            run.training[H1] = run.start(H1, H1, *command)
+            eventually(lambda: run.phase not in ("import", "meet"), LATEST_S)
+            yield run
+        finally:
+            for host in net.hosts:
+                net.kill(host)
+            subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def _start(net: Network, host: str, file: object, *command: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        net.command(host, *command), env={**os.environ, **SECRET}, stdin=subprocess.DEVNULL,
-        stdout=file, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+def _break(event: Event, moment_s: float, number: int) -> tuple[str, float, list[str]]:
+    """Return the phase, the seconds from the event to the end, and what is wrong."""
+    with _running(number, stays=False) as run:
+        time.sleep(moment_s)
+        phase = run.phase
+        with suppress(subprocess.CalledProcessError):
+            event.happen(run)
+        begin_s = time.monotonic()
+        with suppress(subprocess.TimeoutExpired):
+            run.training[event.host].wait(LATEST_S)
+        took_s = _end_s(run, event.host) - begin_s
+        problems = _problems(run, event)
+        if took_s > event.limit_s:
+            problems.append(f"took {took_s:.1f} s")
+        return phase, took_s, problems
 
 
-def _end_s(words: Path, host: str) -> float:
-    """Return when the controller's script has got the error, or else the present time."""
-    found = [line.split()[1] for line in words.read_text().splitlines() if line.startswith("ended")]
-    return float(found[0]) if found and host == H0 else time.monotonic()
+def _end_s(run: Run, host: str) -> float:
+    """Return when the controller has told the error or raised it, or else the present time."""
+    found = re.search(r"^(?:told|ended) (\S+)", run.words(host), re.MULTILINE)
+    return float(found[1]) if found and host == H0 else time.monotonic()
 
 
-def _problems(net: Network, training: Training, host: str, words: Path, event: str) -> list[str]:
+def _problems(run: Run, event: Event) -> list[str]:
     problems = []
-    if training[host].returncode in (None, 0):
-        problems.append(f"{host} ended with {training[host].returncode}")
-    text = (words if host == H0 else words.with_name("other")).read_text()
-    name = H1 if host == H0 else H0
-    if name not in text:
-        problems.append(f"{name} is not named: {text[-300:]!r}")
-    stopped = [p.pid for p in training.values()] if event.startswith("stop") else []
+    status, text = run.training[event.host].returncode, run.words(event.host)
+    if status in (None, 0):
+        problems.append(f"{event.host} ended with {status}")
+    if event.names not in text:
+        problems.append(f"{event.names!r} is not named: {text[-300:]!r}")
+    stopped = {each.pid for each in run.training.values() if each.poll() is None}
+
+    def left() -> list[int]:
+        return [*{*run.processes(H0), *run.processes(H1)} - stopped]
+
+    def beside() -> list[str]:
+        """Return what is left beside stopped processes and their guards."""
+        return [text for text in map(_command, left()) if text and "hosts.guard" not in text]
+
+    if not eventually(lambda: not beside(), QUICK_S):
+        problems.append(f"left beside stopped ones: {beside()}")
     for process in stopped:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
-    if not eventually(lambda: not (_processes(net, H0) + _processes(net, H1)), 10.0):
-        problems.append(f"left: {_processes(net, H0)} {_processes(net, H1)}")
-    return problems
+    stopped.clear()
+    if not eventually(lambda: not left(), 2 * QUICK_S):
+        problems.append(f"left: {left()}")
+    return problems + _problems_of_checkpoint(run)
+
+
+def _problems_of_checkpoint(run: Run) -> list[str]:
+    from hetpipe.checkpoint.checkpoint import load
+
+    checkpoint = run.folder / "disk" / "checkpoint"
+    try:
+        if (checkpoint / "manifest.json").exists():  # the first save may have been broken off
+            load(checkpoint)
+    except Exception as error:
+        return [f"checkpoint: {error}"]
+    return []
+
+
+def _intrude(intruder: Intruder, moment_s: float, number: int) -> tuple[str, float, list[str]]:
+    """Return the phase, the seconds until an intruder is refused, and what is wrong."""
+    with _running(number, stays=intruder.stays) as run:
+        time.sleep(moment_s)
+        phase = run.phase
+        guest = intruder.start(run)
+        with suppress(subprocess.TimeoutExpired):
+            guest.wait(LATEST_S)
+        problems, text = [], run.words("guest")
+        called = re.search(r"^calls (\S+)", text, re.MULTILINE)
+        took_s = time.monotonic() - float(called[1] if called else 0.0)
+        if guest.returncode in (None, 0) or intruder.reason not in text:
+            problems.append(f"{guest.returncode}, {text[-300:]!r}")
+        if took_s > QUICK_S:
+            problems.append(f"took {took_s:.1f} s")
+        seen = {run.phase}
+        eventually(lambda: (seen.add(run.phase), {"step", "save"} <= seen)[1], LATEST_S)
+        if any(each.poll() is not None for each in run.training.values()):
+            problems.append(f"the training has ended: {run.words(H0)}")
+        if not {"step", "save"} <= seen:
+            problems.append(f"the training does not go on: {seen}")
+        return phase, took_s, problems
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("events", nargs="*", default=[*EVENTS], choices=[*EVENTS])
+    parser.add_argument("events", nargs="*", metavar="EVENT")
     parser.add_argument("--moments", type=int, default=20)
-    parser.add_argument("--longest-s", type=float, default=12.0, help="the latest moment")
+    parser.add_argument("--longest-s", type=float, default=8.0, help="the latest moment")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    chance = random.Random(chosen.seed)
-    failures = 0
-    for event in chosen.events:
-        ends = []
+    failures, rows = 0, []
+    for name in chosen.events or EVENTS:
+        chance = random.Random(f"{chosen.seed} {name}")
+        event, ends, wrong = EVENTS[name], [], 0
         for number in range(chosen.moments):
             moment_s = chance.uniform(0.0, chosen.longest_s)
-            phase, took_s, problem = _run(event, moment_s, number)
+            run = _break if isinstance(event, Event) else _intrude
+            phase, took_s, problems = run(event, moment_s, number)  # type: ignore[operator]
             ends.append(took_s)
-            failures += bool(problem)
-            print(f"{event} at {moment_s:.1f} s ({phase}): {took_s:.1f} s {problem}", flush=True)
-        print(f"{event}: {len(ends)} moments, latest end after {max(ends):.1f} s", flush=True)
-    print(f"{failures} failures")
+            wrong += bool(problems)
+            words = "; ".join(problems)
+            print(f"{name} at {moment_s:.1f} s ({phase}): {took_s:.1f} s {words}", flush=True)
+        figures = min(ends), statistics.median(ends), max(ends)
+        rows.append(
+            f"{name:20} {len(ends):4} {wrong:6} {'{:7.1f} {:7.1f} {:7.1f}'.format(*figures)}"
+        )
+        print(rows[-1], flush=True)
+        failures += wrong
+    print(f"{'event':20} runs  wrong   least  median  latest", *rows, sep="\n")
     return int(failures > 0)
 
 

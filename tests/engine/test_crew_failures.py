@@ -355,3 +355,16 @@ def test_a_crew_outlives_the_thread_that_started_it() -> None:
     with crews[0] as crew, start(["good", "good"], "auto") as other:
         assert not any(map(has_ended, pids(crew)))
         assert step(crew, 2).losses == step(other, 2).losses
+
+
+def test_a_failure_is_told_at_once_if_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """The user's thread may capture a model for minutes."""
+    with start(["good"], "shared-memory") as crew:
+        worker = pids(crew)[0]
+        assert not caplog.messages
+        os.kill(worker, signal.SIGKILL)
+        assert eventually(lambda: bool(caplog.messages))
+        with pytest.raises(WorkerError, match=r"'m0' .* was killed by SIGKILL"):
+            pids(crew)
+    assert len(caplog.messages) == 1
+    assert "'m0'" in caplog.messages[0]
