@@ -167,12 +167,19 @@ class Connection:
                     self._time(kind, _TIMES.unpack(self._stream.receive(nbytes)))
                 self._heard_s = time.monotonic()
         except EOFError as error:
-            if isinstance(error.__cause__, TimeoutError):  # see `_watch_socket`
-                self._end(f"it has given no sign of life for {self._silence_s:.0f} s")
-            else:
-                self._end(f"{error}: its process has ended, or is stopped")
+            self._end(self._describe(error))
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}")
+
+    def _describe(self, error: EOFError) -> str:
+        """Return why no more bytes come."""
+        if isinstance(error.__cause__, TimeoutError):  # see `_watch_socket`
+            return f"it has given no sign of life for {self._silence_s:.0f} s"
+        if isinstance(error.__cause__, OSError) and not isinstance(
+            error.__cause__, ConnectionError
+        ):
+            return str(error)  # this host has lost its network
+        return f"{error}: its process has ended, or is stopped"
 
     def _time(self, kind: int, times_s: tuple[float, float]) -> None:
         now_s = time.monotonic()

@@ -9,6 +9,7 @@ The guard is in another process group, so that Ctrl-Z does not stop it as well.
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -79,6 +80,14 @@ def _start() -> _Guard:
             why = process.start_refusal(error) or error
             raise ClusterError(f"the guard of this process cannot be started: {why}") from error
     return _Guard(started, ours)
+
+
+@atexit.register
+def _end_guard() -> None:
+    if (guard := _guards.pop(os.getpid(), None)) is not None:
+        guard.link.close()
+        guard.process.kill()
+        guard.process.wait()
 
 
 def main(fd: int, guarded: int) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 
 from hetpipe import process
 from hetpipe.cluster import Cluster
+from hetpipe.crew.agent import serve_once
 from hetpipe.crew.crew import Crew
+from hetpipe.hosts.meeting import parse_address
 
 SECRET = "a secret of the tests alone"
 
@@ -22,6 +26,15 @@ def free_address() -> str:
     """Return an address of the loopback on which nothing listens now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def free_address6() -> str:
+    """Return such an address of IPv6. Skips the test on a system without IPv6."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            return f"[::1]:{server.getsockname()[1]}"
+    except OSError as error:
+        pytest.skip(f"this system has no IPv6: {error}")
 
 
 def start_agent(
@@ -65,6 +78,19 @@ def hosts(*devices: str, transport: str = "tcp") -> Iterator[Cluster]:
         cluster.connections.close()
         for agent in agents:
             end(agent)
+
+
+@contextmanager
+def agent_here(meet: str, name: str = "h1") -> Iterator[SimpleQueue[int]]:
+    """Serve a training as a host of its own, on a thread of this process; yield its status."""
+    statuses = SimpleQueue[int]()
+    with patched_secret():
+        thread = threading.Thread(
+            target=lambda: statuses.put(serve_once(parse_address(meet), name, 30.0)), daemon=True
+        )
+        thread.start()
+        yield statuses
+    thread.join(30.0)
 
 
 @contextmanager

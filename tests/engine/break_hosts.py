@@ -36,6 +36,10 @@ H0, H1 = "h0", "h1"
 QUICK_S, SILENT_S = 5.0, 8.0
 LATEST_S = 60.0
 """Seconds after which a training that has not ended is killed."""
+CONTINUED_S = 40.0
+"""Seconds in which a process ends that was stopped while it imported torch, and continues."""
+STEPS_S = 2.0
+"""Seconds that the training takes for one turn of steps, evaluations and saves, and more."""
 SMALL_NBYTES = 4 << 20
 """Bytes of the disk with the checkpoints."""
 TRAIN = """
@@ -62,7 +66,7 @@ try:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
     x, y = torch.randn(64, 64), torch.randint(4, (64,))
     options = {"optimizer": hp.optim.adamw(), "microbatches": 4}
-    if int(number) % 2:
+    if int(number) % 3:
         options["cuts"] = [1]  # otherwise it measures
     loss_fn = nn.functional.cross_entropy
     with hp.Pipeline(model, loss_fn, (x, y), cluster=cluster, **options) as pipe:
@@ -127,7 +131,7 @@ class Run(NamedTuple):
     @property
     def phase(self) -> str:
         with suppress(OSError):
-            return (self.folder / f"{H0}.phase").read_text().strip()
+            return (self.folder / f"{H0}.phase").read_text().strip() or "import"
         return "import"
 
     def processes(self, host: str) -> list[int]:
@@ -233,7 +237,8 @@ EVENTS: dict[str, Event | Intruder] = {
 
 @contextmanager
 def _running(number: int, *, stays: bool) -> Iterator[Run]:
-    """Yield a training that starts. Its checkpoints go to a small disk."""
+    """Yield a training; at every second number it has started. Its checkpoints go to a small
+    disk."""
     with tempfile.TemporaryDirectory() as name, network(2, Path(name)) as net:
         folder = Path(name)
         disk = folder / "disk"
@@ -247,7 +252,8 @@ def _running(number: int, *, stays: bool) -> Iterator[Run]:
             how = ("--stay", "--listen", way) if stays else ("--meet", way, "--limit", 20)
             command = sys.executable, "-m", "hetpipe", "agent", *how, "--name", H1
             run.training[H1] = run.start(H1, H1, *command)
-            eventually(lambda: run.phase not in ("import", "meet"), LATEST_S)
+            before = ("import", "meet") if number % 2 else ("import", "meet", "start")
+            eventually(lambda: run.phase not in before, LATEST_S)
             yield run
         finally:
             for host in net.hosts:
@@ -300,8 +306,8 @@ def _problems(run: Run, event: Event) -> list[str]:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     stopped.clear()
-    if not eventually(lambda: not left(), 2 * QUICK_S):
-        problems.append(f"left: {left()}")
+    if not eventually(lambda: not left(), CONTINUED_S):
+        problems.append(f"left: {[*map(_command, left())]}")
     return problems + _problems_of_checkpoint(run)
 
 
@@ -353,7 +359,7 @@ def main() -> int:
         chance = random.Random(f"{chosen.seed} {name}")
         event, ends, wrong = EVENTS[name], [], 0
         for number in range(chosen.moments):
-            moment_s = chance.uniform(0.0, chosen.longest_s)
+            moment_s = chance.uniform(0.0, chosen.longest_s if number % 2 else STEPS_S)
             run = _break if isinstance(event, Event) else _intrude
             phase, took_s, problems = run(event, moment_s, number)  # type: ignore[operator]
             ends.append(took_s)

@@ -13,6 +13,7 @@ import torch
 from agents import call_until_it_fails, end, free_address, hosts, patched_secret, start_agent
 from crews import Crews, eventually, has_ended
 from pipelines import pipeline
+from test_listening import ports_of
 from torch import nn
 
 import hetpipe as hp
@@ -22,6 +23,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError, WorkerError
 from hetpipe.hosts.door import Door
 from hetpipe.hosts.facts import own_facts
+from hetpipe.hosts.meeting import parse_address
 
 SAMPLES = 12
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
@@ -119,6 +121,22 @@ def test_workers_of_another_host_talk_to_each_other_and_to_a_third(
         assert [member.host for member in cluster.members] == ["h1", "h1", "h2"]
         local = crews((DEVICE,) * 3, "shared-memory")
         assert train(crew, "012", "1f1b") == train(local, "012", "1f1b")
+
+
+def test_each_host_listens_on_one_port() -> None:
+    meet, before = free_address(), ports_of(os.getpid())
+    agent = start_agent("--meet", meet, "--name", "h1")
+    devices = [f"h0/{DEVICE}", f"h1/{DEVICE}"]
+    with patched_secret():
+        cluster = Cluster.hosts(meet, 2, name="h0", limit_s=60, devices=devices, transport="tls")
+    assert cluster.connections is not None
+    with Crew.start(cluster) as crew:
+        train(crew, devices, "1f1b")
+        theirs = ports_of(agent.pid)
+        assert theirs == {cluster.connections.others["h1"].door[1]}
+        assert ports_of(os.getpid()) - theirs - before == {parse_address(meet)[1]}
+    cluster.connections.close()
+    assert end(agent)[0] == 0
 
 
 def test_spans_of_other_hosts_are_on_the_clock_of_the_controller(two: Crew) -> None:

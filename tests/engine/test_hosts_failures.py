@@ -17,15 +17,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agents import SECRET, call_until_it_fails, end, free_address, patched_secret, start_agent
+from agents import (
+    SECRET,
+    agent_here,
+    call_until_it_fails,
+    end,
+    free_address,
+    free_address6,
+    patched_secret,
+    start_agent,
+)  # fmt: skip
 from crews import eventually, has_ended
 from test_hosts import DEVICE, train
+from test_listening import ports_of
 
 from hetpipe.cluster import Cluster
-from hetpipe.crew.agent import Agent, serve_once
+from hetpipe.crew.agent import Agent
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.plugboard import Outside
-from hetpipe.errors import ClusterError, WorkerError
+from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.facts import own_facts
 from hetpipe.hosts.hosts import Ask, Hosts
@@ -119,6 +129,11 @@ def test_a_stopped_agent_is_lost_by_name_and_its_workers_end() -> None:
     os.kill(agent.pid, signal.SIGCONT)
     _connections(cluster).close()
     assert end(agent)[0] == 1
+    with agent_here(meet):  # the host comes back
+        again = Cluster.hosts(meet, 2, name="h0", limit_s=60, devices=[f"h1/{DEVICE}"])
+        with Crew.start(again) as crew:
+            assert len(crew.call(again.ids, "engine_backends:pid")) == 1
+        _connections(again).close()
 
 
 def _connections(cluster: Cluster) -> Hosts:
@@ -127,14 +142,51 @@ def _connections(cluster: Cluster) -> Hosts:
 
 
 def test_an_agent_is_told_when_another_host_never_comes() -> None:
-    meet, statuses = free_address(), SimpleQueue[int]()
-    with patched_secret():
-        threading.Thread(
-            target=lambda: statuses.put(serve_once(parse_address(meet), "h1", LIMIT_S)), daemon=True
-        ).start()
-        with pytest.raises(ClusterError, match=r"1 of 2 .* \(h1\)"):
-            Cluster.hosts(meet, 3, name="h0", limit_s=2.0)
+    meet = free_address()
+    with agent_here(meet) as statuses, pytest.raises(ClusterError, match=r"1 of 2 .* \(h1\)"):
+        Cluster.hosts(meet, 3, name="h0", limit_s=2.0)
     assert statuses.get(timeout=LIMIT_S) == 1
+
+
+@pytest.mark.parametrize("name", ["h1", "H1"])
+def test_a_second_agent_of_one_name_is_refused_at_both_ends(name: str) -> None:
+    meet, told = free_address(), SimpleQueue[str]()
+
+    def join_both() -> None:
+        stream, _, door = call(parse_address(meet), RIGHT, own_facts("h1"), Wires(), LIMIT_S)
+        door.close()
+        try:
+            call(parse_address(meet), RIGHT, own_facts(name), Wires(), LIMIT_S)
+        except ClusterError as error:
+            told.put(str(error))
+        with suppress(EOFError):
+            while True:
+                stream.receive(1)
+        stream.close()
+
+    with patched_secret():
+        threading.Thread(target=join_both, daemon=True).start()
+        reason = f"knows a host 'h1' already: start the agent of '{name}' with another --name"
+        with pytest.raises(ClusterError, match=rf"1 of 2 .* \(h1\).* was refused: .*{reason}"):
+            Cluster.hosts(meet, 3, name="h0", limit_s=2.0)
+    assert reason in told.get(timeout=LIMIT_S)
+
+
+def test_a_device_that_a_host_lacks_is_named_with_the_host() -> None:
+    meet = free_address()
+    with agent_here(meet), pytest.raises(HetpipeError, match=r"host 'h1': .*numpy:cpu:7"):
+        Cluster.hosts(meet, 2, name="h0", devices=["h0", "h1/numpy:cpu:7"], limit_s=LIMIT_S)
+
+
+def test_hosts_meet_by_ipv6() -> None:
+    meet = free_address6()
+    with agent_here(meet):
+        cluster = Cluster.hosts(
+            meet, 2, name="h0", limit_s=LIMIT_S, devices=[f"h0/{DEVICE}", f"h1/{DEVICE}"]
+        )
+        with Crew.start(cluster) as crew:
+            assert len(train(crew, cluster.ids, "1f1b")) == 4
+        _connections(cluster).close()
 
 
 def test_a_host_that_is_lost_while_others_gather_frees_its_place() -> None:
@@ -160,7 +212,7 @@ def test_a_host_that_is_lost_while_others_gather_frees_its_place() -> None:
 
 
 def test_an_agent_that_stays_refuses_a_second_training_and_serves_after_a_failed_one() -> None:
-    listen = free_address()
+    listen, before = free_address6(), ports_of(os.getpid())
     agent = start_agent("--stay", "--listen", listen, "--name", "h1")
     devices = [f"h0/{DEVICE}", f"h1/{DEVICE}"]
     members = devices
@@ -175,6 +227,9 @@ def test_an_agent_that_stays_refuses_a_second_training_and_serves_after_a_failed
                 with pytest.raises(ClusterError, match="h1 refuses: it works for host 'h0' now"):
                     cluster()
                 losses = train(crew, members, "1f1b")
+                assert ports_of(agent.pid) == {parse_address(listen)[1]}
+                own = ports_of(os.getpid()) - ports_of(agent.pid) - before
+                assert own == {_connections(first).door.address[1]}
                 worker = crew.call([devices[1]], "engine_backends:pid")[0]
                 os.kill(worker, signal.SIGKILL)
                 with pytest.raises(WorkerError, match=r"host 'h1'.*SIGKILL"):

@@ -16,8 +16,8 @@ LISTENS = "0A"  # the code of this state in /proc/net/tcp
 LOOPBACKS = ("0100007F", "00000000000000000000000001000000")
 
 
-def listening(process: int) -> Iterator[str]:
-    """Yield the addresses on which a process listens, as hexadecimal numbers."""
+def listening(process: int) -> Iterator[tuple[str, int]]:
+    """Yield the addresses on which a process listens, as a hexadecimal number and a port."""
     names = (_target(file) for file in Path(f"/proc/{process}/fd").iterdir())
     inodes = {name[len("socket:[") : -1] for name in names if name.startswith("socket:[")}
     for table in ("tcp", "tcp6"):
@@ -25,7 +25,16 @@ def listening(process: int) -> Iterator[str]:
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             _, address, _, state, _, _, _, _, _, inode, *_ = line.split()
             if state == LISTENS and inode in inodes:
-                yield address.partition(":")[0]
+                number, _, port = address.partition(":")
+                yield number, int(port, 16)
+
+
+def ports_of(process: int) -> set[int]:
+    """Return the ports on which a process and its descendants listen."""
+    ports = {port for _, port in listening(process)}
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        ports = ports.union(*map(ports_of, map(int, file.read_text().split())))
+    return ports
 
 
 def _target(file: Path) -> str:
@@ -44,6 +53,6 @@ def test_a_crew_listens_only_on_the_loopback(transport: str) -> None:
         found = [address for pid in {os.getpid(), *workers} for address in listening(pid)]
         for address in before:
             found.remove(address)
-        assert set(found) <= {*LOOPBACKS}
+        assert {number for number, _ in found} <= {*LOOPBACKS}
         assert len(found) == (3 if transport == "distributed" else 0)  # the store, and two of gloo
     assert list(listening(os.getpid())) == before

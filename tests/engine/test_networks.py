@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,6 +82,45 @@ def test_two_hosts_train_as_one_and_listen_only_where_they_must(
     torchrun = {f"*:{MEETING}", "*:free"}  # its rendezvous and its store
     assert heard["h0"] == torchrun | {f"{net.address('h0')}:free"}
     assert heard["h1"] == {f"{net.address('h1')}:free"}
+
+
+PEER = """
+import socket, sys, time
+from queue import SimpleQueue
+from hetpipe.hosts.connection import Connection
+from hetpipe.hosts.tls import TlsStream
+
+host, address = sys.argv[1], (sys.argv[2], 7000)
+if host == "h0":
+    with socket.create_server(address) as server:
+        sock, _ = server.accept()
+else:
+    while True:
+        try:
+            sock = socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.05)
+stream = TlsStream(sock, b"a secret of the tests", server=host == "h0")
+ended = SimpleQueue()
+Connection(stream, "the other", silence_s=1.0).start(lambda *_: None, ended.put)
+print("connected", flush=True)
+print(ended.get(timeout=30))
+"""
+
+
+def test_a_cut_is_found_by_the_silence_of_the_other_system(tmp_path: Path) -> None:
+    with network(2, tmp_path) as net:
+        command = sys.executable, "-c", PEER
+        peers = {host: net.start(host, *command, host, net.address("h0")) for host in net.hosts}
+        for peer in peers.values():
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "connected\n"
+        subprocess.run(["ip", "-n", net.namespace("h1"), "link", "set", "eth0", "down"], check=True)
+        ends = net.wait(peers, 30.0)
+    assert ends["h0"].words == "it has given no sign of life for 1 s\n"
+    reasons = "it has given no sign of life for 1 s", "[Errno 101] Network is unreachable"
+    assert ends["h1"].words.strip() in reasons  # the host whose cable is cut knows more
 
 
 @pytest.mark.slow
