@@ -8,7 +8,7 @@ from typing import Annotated
 from hetpipe.records import OneOf, Positive, Seconds
 from hetpipe.words import format_s
 
-Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
+Label = Annotated[str, OneOf(("measured", "inferred", "emulated", "modelled"))]
 
 
 @dataclass(frozen=True)

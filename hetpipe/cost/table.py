@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ LONGEST_ID = 1000  # longest device id in letters, so that messages stay short
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
 Ratio = Annotated[float, Number(above=True)]
+Share = Annotated[float, Number(most=1.0)]
 MaybeSeconds = Annotated[float, Number(most=1e9), NullIsInfinite()]
 Bandwidth = Annotated[float, Number(above=True), NullIsInfinite()]
 Execution = Annotated[str, OneOf(("sync", "async"))]
@@ -137,6 +138,8 @@ class LinkCost:
     bandwidth_Bps: Bandwidth
     label: Label = "measured"
     sum_speed: Ratio = 1.0  # bandwidth of sums over replicas, over the bandwidth of messages
+    copying: Share = 0.5  # of a message's time, in which each end's cores copy it
+    media: tuple[str, ...] = ()  # shared with other links, such as "a up", what host a sends
 
     @property
     def sum_Bps(self) -> float:
@@ -270,7 +273,7 @@ class CostTable:
         table = source.versioned(_Table, upgraded(data, VERSION), VERSION)
         _check_references(table, source)
         links = {
-            (e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label, e.sum_speed)
+            (e.source, e.target): LinkCost(*(getattr(e, each.name) for each in fields(LinkCost)))
             for e in table.links
         }
         return CostTable(**{**vars(table), "links": links})
@@ -286,6 +289,8 @@ class _Link:
     bandwidth_Bps: Bandwidth
     label: Label
     sum_speed: Ratio
+    copying: Share = 0.5
+    media: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

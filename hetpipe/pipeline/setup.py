@@ -26,6 +26,7 @@ from hetpipe.pipeline.fit import (
 from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.resume import progress_of
+from hetpipe.plan.sharing import measured_media
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -147,6 +148,8 @@ def set_up(
     notes = [] if captured.padding is None else [captured.padding.text]
     if costs is not None and costs.whole_loss:
         notes.append(str(costs.whole_loss[plan.stages[-1].devices[0]]))
+    if costs is not None and (media := measured_media(plan, costs)):
+        notes.append(f"measured: messages share network cards of hosts: {', '.join(media)}")
     if crew.cluster.connections is not None:
         notes += notes_of(crew.cluster.connections)
     plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))

@@ -6,10 +6,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise, permutations
+from itertools import pairwise, permutations
 
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.sharing import share_media
 from hetpipe.schedule.action import FORWARDS
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import GPIPE, GPIPE_WITH_LOSS, Rule
@@ -19,7 +21,6 @@ from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 from hetpipe.simulate.walk import order_of, step_s
 
-ROUNDING = 1e-12  # a smaller share of a cut is a rounding error
 NEAR = 1e-3
 """If the bounds of a stream's period differ by at most this share, the upper bound is the price."""
 LONGEST = 256  # longest stream to simulate, as a multiple of the mini-batches in flight
@@ -133,11 +134,14 @@ def tied_stages(plan: Plan, table: CostTable) -> Tied:
     return tuple((group[0], group[1:]) for group in sorted(groups) if len(group) > 1)
 
 
-def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
+def stage_times(
+    plan: Plan, table: CostTable, as_planned: bool = False, cluster: Cluster | None = None
+) -> StageTimes:
     """Return the times of a plan's stages and links, for a simulation.
 
     `table` prices transfers and, unless `as_planned`, the passes of stages on one device. All other
-    passes have the plan's times, which the slowest replica determines.
+    passes have the plan's times, which the slowest replica determines. Messages and sums share the
+    media of the table's links and of the `cluster` (`hetpipe.plan.sharing`).
     """
     devices, rule = plan.devices, plan.rule
     table = table.beside(len(set(plan.all_devices)))
@@ -161,16 +165,16 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
         ahead_links.append(_transfer(table, here, there, nbytes))
         back_links.append(_transfer(table, there, here, nbytes))
         for n, device in ((cut, here), (cut + 1, there)):
-            if _copies(table, device, table.link(here, there)):
-                forward_s[n] += _alone_s(ahead_links[cut]) / 2
-                backward_s[n] += _alone_s(back_links[cut]) / 2
+            copying = _copying(table, device, table.link(here, there))
+            forward_s[n] += copying * _alone_s(ahead_links[cut])
+            backward_s[n] += copying * _alone_s(back_links[cut])
     tied = _tied_transfers(plan, table)
     for (source, target), transfer in tied.items():
         for n in (source, target):
-            if _copies(table, devices[n], table.link(devices[source], devices[target])):
-                update_s[n] += _alone_s(transfer) / 2
+            link = table.link(devices[source], devices[target])
+            update_s[n] += _copying(table, devices[n], link) * _alone_s(transfer)
     streams = [table.devices[device].execution == "async" for device in devices]
-    return StageTimes(
+    times = StageTimes(
         tuple(forward_s),
         tuple(backward_s),
         tuple(update_s),
@@ -183,6 +187,7 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
         gradient_links=tuple(gradient_links),
         loss_s=loss_s(plan, table),
     )
+    return share_media(times, plan, table, cluster)
 
 
 def loss_s(plan: Plan, table: CostTable) -> float:
@@ -190,22 +195,6 @@ def loss_s(plan: Plan, table: CostTable) -> float:
     without such a loss. The outputs of replicas reach the controller one after another."""
     last = plan.stages[-1].devices
     return max([table.whole_loss[id].total_s for id in last]) if table.whole_loss else 0.0
-
-
-def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
-    """Return the share of a cut's bytes that each pair of devices moves if replicas divide rows.
-
-    Rows are in the order of the replicas on both sides.
-    """
-    sides = [list(accumulate(stage.shares, initial=0.0)) for stage in plan.stages[cut : cut + 2]]
-    before, after = ([end / ends[-1] for end in ends] for ends in sides)
-    shares = {}
-    for here, (lo, hi) in zip(plan.stages[cut].devices, pairwise(before), strict=True):
-        for there, (first, last) in zip(plan.stages[cut + 1].devices, pairwise(after), strict=True):
-            share = min(hi, last) - max(lo, first)
-            if share > ROUNDING:
-                shares[here, there] = share
-    return shares
 
 
 def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Transfer]:
@@ -224,10 +213,10 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
     }
 
 
-def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
-    """Whether the device's computing cores copy the messages of a link; each end copies a half."""
+def _copying(table: CostTable, device: str, link: LinkCost) -> float:
+    """Return the share of a message's time in which the device's computing cores copy it."""
     in_host = is_host_memory(table.devices[device].memory_domain)
-    return in_host and link.label == "measured"
+    return link.copying if in_host and link.label in ("measured", "inferred") else 0.0
 
 
 def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
@@ -247,8 +236,8 @@ def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
     """
     count = len(stage.devices)
     ways = permutations(stage.devices, 2)
-    copied = any(_copies(table, here, table.link(here, there)) for here, there in ways)
-    return _alone_s(link) * (count - 1) / count if copied else 0.0
+    shares = [_copying(table, here, table.link(here, there)) for here, there in ways]
+    return 2 * max(shares, default=0.0) * _alone_s(link) * (count - 1) / count
 
 
 def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:

@@ -1,5 +1,5 @@
-"""Sharing: the media of a cluster (buses, half-duplex links, uplinks) that a plan's messages and
-sums over replicas occupy.
+"""Sharing: the media (buses, half-duplex links, uplinks, network cards of hosts) that a plan's
+messages and sums over replicas occupy. A cluster describes media, or they are measured with links.
 
 If stages have replicas, several pairs of devices send parts of one message, or of one sum, at the
 same time. So the busiest medium decides how long the message or sum takes.
@@ -7,44 +7,74 @@ same time. So the busiest medium decides how long the message or sum takes.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import crossing
 from hetpipe.plan.shares import all_reduce_nbytes
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 Way = tuple[str, str]  # sending device, receiving device
+ROUNDING = 1e-12  # a smaller share of a cut is a rounding error
 
 
-def share_media(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
+def measured_media(plan: Plan, costs: CostTable) -> list[str]:
+    """Return the media of a plan that were measured with the links."""
+    ahead = list(pairwise(plan.all_devices))  # all hosts of the plan are an end of one of these
+    ways = *ahead, *((there, here) for here, there in ahead)
+    links = [costs.links[way] for way in ways if way in costs.links]
+    return sorted({medium for link in links for medium in link.media})
+
+
+def share_media(
+    times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster | None
+) -> StageTimes:
     """Return the times, with the media that messages and sums occupy.
 
     A message between two replicas of one stage (`asp`) occupies the media that all pairs of the
     stage's replicas have in common. Raises `ClusterError` for devices that the cluster lacks.
     """
+    if cluster is None and not measured_media(plan, costs):
+        return times
     shared = _Shared(plan, costs, cluster)
     stages = range(len(plan.stages))
     sums = tuple(shared.sum_of(plan.stages[n], times.sum_of(n)) for n in stages)
     ahead, back, gradients = times.forward_links, times.backward_links, times.gradient_links
+    forwards = [shared.message(link, cut, False) for cut, link in enumerate(ahead)]
+    backwards = [shared.message(link, cut, True) for cut, link in enumerate(back)]
+    tied = {ends: shared.tied(link, *ends) for ends, link in times.tied.items()}
+    among = [shared.gradients(link, n) for n, link in enumerate(gradients)]
+    transfers = *forwards, *backwards, *tied.values(), *sums, *among, *among
+    uses = Counter(medium for each in transfers for medium in each.media)
+
+    def contended(transfer: Transfer) -> Transfer:
+        """Leave out media that no other transfer uses, since the simulation is then faster."""
+        media = tuple(medium for medium in transfer.media if uses[medium] > 1)
+        return transfer._replace(media=media)
+
     return replace(
         times,
-        forward_links=tuple(shared.message(link, cut, False) for cut, link in enumerate(ahead)),
-        backward_links=tuple(shared.message(link, cut, True) for cut, link in enumerate(back)),
-        tied={ends: shared.tied(link, *ends) for ends, link in times.tied.items()},
-        gradient_links=tuple(shared.gradients(link, n) for n, link in enumerate(gradients)),
+        forward_links=tuple(map(contended, forwards)),
+        backward_links=tuple(map(contended, backwards)),
+        tied={ends: contended(transfer) for ends, transfer in tied.items()},
+        gradient_links=tuple(map(contended, among)),
         all_reduce_s=(),
-        sums=sums,
+        sums=tuple(map(contended, sums)),
     )
 
 
 class _Shared:
-    def __init__(self, plan: Plan, costs: CostTable, cluster: Cluster) -> None:
+    def __init__(self, plan: Plan, costs: CostTable, cluster: Cluster | None) -> None:
         self.plan, self.costs, self.cluster = plan, costs, cluster
+
+    def _media(self, one: str, other: str) -> tuple[str, ...]:
+        """Return the media that a message between two devices occupies."""
+        described = self.cluster.way(one, other) if self.cluster else ()
+        return *described, *self.costs.link(one, other).media
 
     def message(self, link: Transfer, cut: int, is_back: bool) -> Transfer:
         """Return the message at a cut, between all replicas of the two stages."""
@@ -79,14 +109,14 @@ class _Shared:
         devices = self.plan.stages[number].devices
         if len(devices) == 1:
             return FREE
-        ways = [self.cluster.way(a, b) for a in devices for b in devices if a != b]
+        ways = [self._media(a, b) for a in devices for b in devices if a != b]
         media = [medium for medium in ways[0] if all(medium in way for way in ways)]
         return link._replace(media=tuple(media))
 
     def tied(self, link: Transfer, source: int, target: int) -> Transfer:
         """Return a message between stages that share parameters."""
         devices = self.plan.devices
-        return link._replace(media=self.cluster.way(devices[source], devices[target]))
+        return link._replace(media=self._media(devices[source], devices[target]))
 
     def _link(self, way: Way) -> LinkCost:
         return self.costs.link(*way)
@@ -95,6 +125,22 @@ class _Shared:
         """Return how long all these parts occupy each medium."""
         busy_s: dict[str, float] = defaultdict(float)
         for way, part_s in seconds.items():
-            for medium in self.cluster.way(*way):
+            for medium in self._media(*way):
                 busy_s[medium] += part_s
         return busy_s
+
+
+def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
+    """Return the share of a cut's bytes that each pair of devices moves if replicas divide rows.
+
+    Rows are in the order of the replicas on both sides.
+    """
+    sides = [list(accumulate(stage.shares, initial=0.0)) for stage in plan.stages[cut : cut + 2]]
+    before, after = ([end / ends[-1] for end in ends] for ends in sides)
+    shares = {}
+    for here, (lo, hi) in zip(plan.stages[cut].devices, pairwise(before), strict=True):
+        for there, (first, last) in zip(plan.stages[cut + 1].devices, pairwise(after), strict=True):
+            share = min(hi, last) - max(lo, first)
+            if share > ROUNDING:
+                shares[here, there] = share
+    return shares

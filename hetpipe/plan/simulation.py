@@ -10,7 +10,6 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict, predicted_step_s, stage_times
-from hetpipe.plan.sharing import share_media
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.outcome import Memory, Outcome, outcome
 from hetpipe.simulate.timeline import Timeline
@@ -65,9 +64,7 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
     and uplinks of switches (`hetpipe.plan.sharing`). Raises `CostError` or `PlanError` if the costs
     lack a device or link of the plan, and `ClusterError` if the cluster lacks a device of the plan.
     """
-    times = stage_times(plan, costs)
-    if cluster is not None:
-        times = share_media(times, plan, costs, cluster)
+    times = stage_times(plan, costs, cluster=cluster)
     timeline = predict(plan, costs, times=times)
     whole = outcome(timeline, memories(plan, costs))
     if plan.rule.flushes:

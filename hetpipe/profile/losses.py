@@ -108,7 +108,7 @@ def host_link(crew: Crew, member: str) -> LinkCost:
     if (stored := cache.load(entry)) is None:
         stored = asdict(fit_link([_one_way_s(crew, member, n) for n in NBYTES], "measured"))
         cache.store(entry, stored)
-    return LinkCost(**stored)
+    return LinkCost(**{**stored, "media": ()})
 
 
 def _one_way_s(crew: Crew, member: str, nbytes: int) -> float:

@@ -14,6 +14,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.profile import contention, warm
+from hetpipe.profile.cards import with_cards
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again, probes_of
 from hetpipe.profile.estimate import Series
@@ -161,7 +162,8 @@ def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
     """
     for table in tables.values():
         return dict(table.links), table.step_overhead_s
-    return measure_links(crew)
+    links, step_overhead_s = measure_links(crew)
+    return with_cards(crew, links), step_overhead_s
 
 
 def _networks(

@@ -53,7 +53,7 @@ Place = tuple[int, int, int]
 """The key of a time: micro-batch size, pattern and pass. An update has the size 0."""
 
 FORWARD, BACKWARD, UPDATE = range(3)
-RULES = 6  # version of the measurement: a cache entry of another version is not used
+RULES = 7  # version of the measurement: a cache entry of another version is not used
 ROUNDS = 12  # rounds of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 

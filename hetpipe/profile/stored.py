@@ -63,11 +63,12 @@ class LastingNames:
 
     def of(self, table: CostTable) -> CostTable:
         """Return a table with these names."""
-        return _renamed(table, self._names)
+        return _renamed(table, self._names, self._hosts)
 
     def back(self, table: CostTable) -> CostTable:
         """Return a table with the crew's names, and the memories of its devices."""
-        table = _renamed(table, {name: member for member, name in self._names.items()})
+        members, hosts = _inverse(self._names), _inverse(self._hosts)
+        table = _renamed(table, members, hosts)
         devices = {
             member: replace(cost, memory_domain=self._crew.infos[member].memory_domain)
             for member, cost in table.devices.items()
@@ -95,12 +96,21 @@ def _numbers(texts: Iterable[str]) -> dict[str, str]:
     return {text: str(number) for number, text in enumerate(dict.fromkeys(texts))}
 
 
-def _renamed(table: CostTable, names: Mapping[str, str]) -> CostTable:
-    return replace(
-        table,
-        devices={names[id]: cost for id, cost in table.devices.items()},
-        links={(names[one], names[other]): link for (one, other), link in table.links.items()},
-    )
+def _inverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: each for each, name in names.items()}
+
+
+def _renamed(table: CostTable, names: Mapping[str, str], hosts: Mapping[str, str]) -> CostTable:
+    def renamed(medium: str) -> str:
+        host, *direction = medium.split(" ")
+        return " ".join((hosts[host], *direction))
+
+    links = {
+        (names[one], names[other]): replace(link, media=tuple(map(renamed, link.media)))
+        for (one, other), link in table.links.items()
+    }
+    devices = {names[id]: cost for id, cost in table.devices.items()}
+    return replace(table, devices=devices, links=links)
 
 
 def stored_costs(

@@ -198,7 +198,15 @@ def cost_table(costs: CostTable) -> Table:
 def link_table(costs: CostTable) -> Table:
     """Return a table with every link's latency and bandwidth, and its time for the largest cut."""
     largest = max((layer.cut_nbytes for layer in costs.layers), default=0)
-    columns = ("from", "to", "latency", "bandwidth", f"{format_nbytes(largest)} take", "times are")
+    columns = (
+        "from",
+        "to",
+        "latency",
+        "bandwidth",
+        f"{format_nbytes(largest)} take",
+        "times are",
+        "shares",
+    )
     table = Table("Links", columns, columns[2:5], keys=2)
     for (source, target), link in costs.links.items():
         table.add_row(
@@ -208,6 +216,7 @@ def link_table(costs: CostTable) -> Table:
             f"{format_nbytes(link.bandwidth_Bps)}/s",
             format_s(link.time_s(largest)),
             link.label,
+            ", ".join(link.media),
         )
     return table
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,14 @@ class Line:
     rate_Bps: float
     delay_s: float
     loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Token buckets: a single one for all that a host sends, or one for each pair of hosts."""
+
+    rate: str
+    per_pair: bool = False
 
 
 class Network:
@@ -130,11 +138,11 @@ class Ended:
 
 
 @contextmanager
-def network(number: int, folder: Path, line: Line | None = None) -> Iterator[Network]:
+def network(number: int, folder: Path, line: Line | Shape | None = None) -> Iterator[Network]:
     """Yield a network of hosts; at the end kill their processes, and remove it.
 
-    Without a `line` the network is as fast as the machine. Skips the test where the system allows
-    no namespaces.
+    A `Line` is emulated by a switch in software, a `Shape` by the kernel. Without either, the
+    network is as fast as the machine. Skips the test where the system allows no namespaces.
     """
     if reason := _refusal(line):
         pytest.skip(reason)
@@ -144,16 +152,23 @@ def network(number: int, folder: Path, line: Line | None = None) -> Iterator[Net
     try:
         for host in net.hosts:
             _ip("netns", "add", net.namespace(host))
-        if line is None:
+        for host in net.hosts:
+            _ip("-n", net.namespace(host), "link", "set", "lo", "up")
+        if isinstance(line, Line):
+            joined = _join_by_switch(net, line)
+        elif line is None or not line.per_pair:
             _join_by_bridge(net, f"{prefix}-switch")
         else:
-            joined = _join_by_switch(net, line)
-        for host in net.hosts:
+            _join_in_pairs(net, line)
+        for host in (
+            net.hosts if line is None or isinstance(line, Line) or not line.per_pair else ()
+        ):
             inside = ("-n", net.namespace(host))
-            _ip(*inside, "link", "set", "lo", "up")
             _ip(*inside, "address", "add", f"{net.address(host)}/24", "dev", "eth0")
             _ip(*inside, "address", "add", f"{net.address6(host)}/64", "dev", "eth0", "nodad")
             _ip(*inside, "link", "set", "eth0", "up")
+            if isinstance(line, Shape):
+                _shape(net.namespace(host), "eth0", line.rate)
         yield net
     finally:
         for host in net.hosts:
@@ -164,13 +179,15 @@ def network(number: int, folder: Path, line: Line | None = None) -> Iterator[Net
             _ip("netns", "delete", name, check=False)
 
 
-def _refusal(line: Line | None) -> str:
+def _refusal(line: Line | Shape | None) -> str:
     """Return why this machine cannot have such a network, or ""."""
     if os.geteuid():
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "ss", "unshare") if not shutil.which(tool)]:
         return f"{missing[0]} is not installed"
-    if line is not None and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+    if isinstance(line, Shape) and not shutil.which("tc"):
+        return "tc is not installed"
+    if isinstance(line, Line) and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "emulated lines need /dev/net/tun"
     name = f"hetpipe-{os.getpid()}-trial"
     try:
@@ -194,6 +211,31 @@ def _join_by_bridge(net: Network, switch_name: str) -> None:
         _ip("-n", switch_name, "link", "set", host, "master", "br0", "up")
 
 
+def _join_in_pairs(net: Network, shape: Shape) -> None:
+    """Join each pair of hosts by a separate line."""
+    for one, other in combinations(net.hosts, 2):
+        _ip(
+            *("-n", net.namespace(one), "link", "add", other, "type", "veth"),
+            *("peer", "name", one, "netns", net.namespace(other)),
+        )
+        for here, there in ((one, other), (other, one)):
+            inside, address = ("-n", net.namespace(here)), net.address(here)
+            _ip(*inside, "address", "add", f"{address}/32", "dev", there)
+            _ip(*inside, "link", "set", there, "up")
+            _ip(*inside, "route", "add", f"{net.address(there)}/32", "dev", there, "src", address)
+            _shape(net.namespace(here), there, shape.rate)
+
+
+_TCP = "net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_limit_output_bytes=131072"
+"""As on usual hosts: short queues before a card, so that answers do not wait behind data."""
+
+
+def _shape(namespace: str, device: str, rate: str) -> None:
+    _run("ip", "netns", "exec", namespace, "sysctl", "-qw", *_TCP)
+    bucket = ("tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
+
 def _join_by_switch(net: Network, line: Line) -> subprocess.Popen[str]:
     figures = line.rate_Bps, line.delay_s, line.loss
     started = subprocess.Popen(
@@ -208,6 +250,10 @@ def _join_by_switch(net: Network, line: Line) -> subprocess.Popen[str]:
 
 
 def _ip(*arguments: str, check: bool = True) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    return _run("ip", *arguments, check=check)
+
+
+def _run(*command: str, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, done.stderr.strip()
     return done.stdout

@@ -16,7 +16,6 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import predicted_step_s, stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, nearest_table
-from hetpipe.plan.sharing import share_media
 from hetpipe.words import choices, words
 
 WORTH_A_NOTE = 0.01  # a note mentions shared links that make the step longer by a larger share
@@ -81,7 +80,7 @@ def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[s
     """Yield a note if the step is longer because messages and sums share the cluster's links."""
     size = priced.options.size(best.microbatches)
     table = priced.table(min(max(size, min(priced.tables)), max(priced.tables)))
-    shared = share_media(stage_times(best, table, as_planned=True), best, table, cluster)
+    shared = stage_times(best, table, as_planned=True, cluster=cluster)
     if not shared.shares_media:
         return
     step_s = predicted_step_s(best, table, shared)

@@ -21,9 +21,9 @@ from hetpipe.cost.pipedream_profile import ProfileGraph, ProfileNode
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import plan as choose
-from hetpipe.plan.pricing import crossing, stage_times
+from hetpipe.plan.pricing import stage_times
 from hetpipe.plan.proposal import PlannerOptions, Proposal
-from hetpipe.plan.sharing import share_media
+from hetpipe.plan.sharing import crossing, share_media
 from hetpipe.plan.simulation import simulate
 from hetpipe.study.accuracy import error_note
 from hetpipe.study.changes import changed, whatif
