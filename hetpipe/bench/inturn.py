@@ -167,7 +167,7 @@ class StepInTurn:
         """Apply the optimizer, if any, and call `see` for the parameters that the stage owns."""
         stage = None
         if graphs.update is not None:
-            stage = self._load(replace(graphs, passes={}), held).stage
+            stage = self._load(replace(graphs, passes={}, tied=()), held).stage
             stage.update(rates, self._scale)
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         while gradients:
