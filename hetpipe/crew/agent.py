@@ -38,8 +38,6 @@ def serve_once(address: tuple[str, int], name: str, limit_s: float) -> int:
         reason = Agent(stream, controller, Outside(wires, secret)).serve()
     finally:
         door.close()
-    if reason:
-        print(f"hetpipe: the controller {controller.name!r} is lost: {reason}", file=sys.stderr)
     return 1 if reason else 0
 
 
@@ -90,8 +88,7 @@ class Agent:
         self._crews: dict[int, tuple[Fleet, str]] = {}  # with the name that its wires have
         self._connection = Connection(stream, controller.name)
         self._connection.start(
-            lambda address, message: self._arrived.put((address, message)),
-            lambda reason: self._arrived.put(_End(reason)),
+            lambda address, message: self._arrived.put((address, message)), self._ended
         )
 
     def serve(self) -> str:
@@ -108,11 +105,19 @@ class Agent:
                     return "an error ended it" if asked.failed else ""
                 else:
                     self._answer(asked)
+            for fleet, _ in self._crews.values():
+                fleet.control.fail(item.reason)  # its workers may wait for a lost host for ever
             return item.reason
         finally:
             for crew in [*self._crews]:
                 self._leave(Leave(crew))
             self._connection.close()
+
+    def _ended(self, reason: str) -> None:
+        """Tell the loss at once: the main thread may import torch for seconds."""
+        name = self._connection.peer
+        print(f"hetpipe: the controller {name!r} is lost: {reason}", file=sys.stderr, flush=True)
+        self._arrived.put(_End(reason))
 
     def _pass_on(self, address: Address, message: Packed) -> None:
         self._tell(address.crew, lambda fleet: fleet.send(address.worker, message))

@@ -41,6 +41,7 @@ LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 class Fleet(ABC):
     """Started workers, by number."""
 
+    control: Reports
     apart = True  # whether each worker is a separate process
     keep: Any = None  # an object that lives as long as the workers
 

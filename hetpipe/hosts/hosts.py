@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import weakref
@@ -19,6 +20,8 @@ from hetpipe.hosts.facts import Facts
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
 from hetpipe.packing import Packed
+
+logger = logging.getLogger("hetpipe")
 
 HOST = -1
 """The worker in the address of a message to a host itself."""
@@ -124,6 +127,8 @@ class RemoteHost:
             answers.put(Answer(number, error=error))
         for crew in list(self.crews.values()):
             crew.lost(str(error))
+        if not self.crews:
+            logger.warning("%s", error)
 
 
 class CrewEnd(Protocol):

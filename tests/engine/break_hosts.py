@@ -43,7 +43,7 @@ STEPS_S = 2.0
 SMALL_NBYTES = 4 << 20
 """Bytes of the disk with the checkpoints."""
 TRAIN = """
-import itertools, logging, os, sys, time
+import itertools, os, sys, time
 import torch
 from torch import nn
 import hetpipe as hp
@@ -51,10 +51,6 @@ import hetpipe as hp
 folder, way, phases, number = sys.argv[1:]
 file = os.open(phases, os.O_WRONLY | os.O_CREAT)
 enter = lambda phase: os.pwrite(file, phase.ljust(10).encode(), 0)
-class Told(logging.Handler):
-    def emit(self, record):
-        print("told", time.monotonic(), record.getMessage())
-logging.getLogger("hetpipe").addHandler(Told())
 where = {"agents": [way]} if way.endswith(":29401") else {"meet": way, "count": 2}
 devices = ["h0/numpy:cpu:0", "h1/numpy:cpu:0"]
 try:
@@ -82,7 +78,7 @@ try:
             for _ in range(5):
                 pipe.save(folder)
 except (hp.HetpipeError, OSError) as error:
-    print("ended", time.monotonic(), f"{type(error).__name__}: {error}")
+    print(f"{type(error).__name__}: {error}")
     sys.exit(1)
 """
 GUEST = """
@@ -269,19 +265,17 @@ def _break(event: Event, moment_s: float, number: int) -> tuple[str, float, list
         with suppress(subprocess.CalledProcessError):
             event.happen(run)
         begin_s = time.monotonic()
+        ends = run.training[event.host]
+        eventually(
+            lambda: event.names in run.words(event.host) or ends.poll() is not None, LATEST_S
+        )
+        took_s = time.monotonic() - begin_s
         with suppress(subprocess.TimeoutExpired):
-            run.training[event.host].wait(LATEST_S)
-        took_s = _end_s(run, event.host) - begin_s
+            ends.wait(LATEST_S)
         problems = _problems(run, event)
         if took_s > event.limit_s:
             problems.append(f"took {took_s:.1f} s")
         return phase, took_s, problems
-
-
-def _end_s(run: Run, host: str) -> float:
-    """Return when the controller has told the error or raised it, or else the present time."""
-    found = re.search(r"^(?:told|ended) (\S+)", run.words(host), re.MULTILINE)
-    return float(found[1]) if found and host == H0 else time.monotonic()
 
 
 def _problems(run: Run, event: Event) -> list[str]:

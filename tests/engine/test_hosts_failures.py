@@ -189,7 +189,9 @@ def test_hosts_meet_by_ipv6() -> None:
         _connections(cluster).close()
 
 
-def test_a_host_that_is_lost_while_others_gather_frees_its_place() -> None:
+def test_a_host_that_is_lost_while_others_gather_frees_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     meet = free_address()
 
     joined: list[TlsStream] = []
@@ -207,6 +209,7 @@ def test_a_host_that_is_lost_while_others_gather_frees_its_place() -> None:
         threading.Thread(target=join_twice, daemon=True).start()
         with pytest.raises(ClusterError, match=r"1 of 2 .* \(h1\)"):
             Cluster.hosts(meet, 3, name="h0", limit_s=3.0)
+    assert "host 'h1' (127.0.0.1) is lost" in caplog.messages[0]
     for stream in joined:
         stream.close()
 
