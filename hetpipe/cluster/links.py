@@ -9,8 +9,10 @@ from itertools import permutations
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import LinkCost
 
+Pair = tuple[str, str]  # the ids of two members: source, target
 
-class ClusterLinks(Mapping[tuple[str, str], LinkCost]):
+
+class ClusterLinks(Mapping[Pair, LinkCost]):
     """The costs of the links of a cluster, by (source, target) ids, each computed when it is used.
 
     A cluster of 8,192 boards has 67 million links, and a plan uses few of them.
@@ -18,9 +20,9 @@ class ClusterLinks(Mapping[tuple[str, str], LinkCost]):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._known: dict[tuple[str, str], LinkCost] = {}
+        self._known: dict[Pair, LinkCost] = {}
 
-    def __getitem__(self, ends: tuple[str, str]) -> LinkCost:
+    def __getitem__(self, ends: Pair) -> LinkCost:
         if ends not in self._known:
             if ends not in self:
                 raise KeyError(ends)
@@ -32,15 +34,29 @@ class ClusterLinks(Mapping[tuple[str, str], LinkCost]):
         return self._known[ends]
 
     def __contains__(self, ends: object) -> bool:
+        if ends in self._known:
+            return True
         known = self._cluster.is_member
         return isinstance(ends, tuple) and ends[0] != ends[1] and all(map(known, ends))
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
+    def __iter__(self) -> Iterator[Pair]:
         return permutations(self._cluster.ids, 2)
 
     def __len__(self) -> int:
         count = len(self._cluster.ids)
         return count * (count - 1)
+
+
+def slowest_pairs(
+    cluster: Cluster, links: Mapping[Pair, LinkCost]
+) -> tuple[list[Pair], list[Pair]] | None:
+    """Return pairs of members inside servers, and between servers, with the slowest links of all
+    such pairs. None unless servers and network alone describe the links."""
+    if cluster.links or not isinstance(links, ClusterLinks) or not cluster.describes_all_links:
+        return None
+    groups = cluster.groups()
+    inside = [(group[0], group[-1]) for group in groups if len(group) > 1]
+    return inside, [(groups[0][0], groups[-1][0])] if len(groups) > 1 else []
 
 
 def link_costs(cluster: Cluster) -> ClusterLinks:

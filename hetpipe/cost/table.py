@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise, starmap
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -13,16 +15,7 @@ from hetpipe.cost.loss import Label, LossCost
 from hetpipe.cost.probe import Drift, Probe, Relative
 from hetpipe.errors import CostError
 from hetpipe.html import table_html
-from hetpipe.records import (
-    Count,
-    Entries,
-    NullIsInfinite,
-    Number,
-    OneOf,
-    Positive,
-    Seconds,
-    Source,
-)
+from hetpipe.records import Count, Entries, NullIsInfinite, Number, OneOf, Positive, Seconds, Source
 from hetpipe.words import format_nbytes, format_s, short, words
 
 VERSION = 3
@@ -210,6 +203,16 @@ class CostTable:
         if (source, target) not in self.links:
             raise CostError(f"no cost for the link {source} -> {target}; measure or describe it")
         return self.links[source, target]
+
+    @cached_property
+    def _chains(self) -> dict[tuple[str, ...], Set[LinkCost]]:
+        return {}
+
+    def chain(self, devices: tuple[str, ...]) -> Set[LinkCost]:
+        """Return the different links between neighbours in a sequence of devices."""
+        if devices not in self._chains:
+            self._chains[devices] = frozenset(starmap(self.link, pairwise(devices)))
+        return self._chains[devices]
 
     def drifted(self, drifts: Mapping[str, Drift]) -> CostTable:
         """Return the table corrected for the drifts of devices since it was measured."""

@@ -67,8 +67,12 @@ def shared_s(times_s: Array) -> float:
 
 def _passes_s(table: CostTable, devices: list[str]) -> Array:
     """Return the seconds of every layer on every device, without the fixed overhead."""
-    costs = [table.devices[device] for device in devices]
-    return np.array(
+    kinds = {
+        (id(cost.layers), cost.overhead_s): cost
+        for cost in (table.devices[device] for device in devices)
+    }
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    rows = np.array(
         [
             [
                 SLOW_S
@@ -77,6 +81,8 @@ def _passes_s(table: CostTable, devices: list[str]) -> Array:
                 + max(layer.backward_s - cost.overhead_s, 0.0)
                 for layer in cost.layers
             ]
-            for cost in costs
+            for cost in kinds.values()
         ]
     )
+    costs = (table.devices[device] for device in devices)
+    return rows[[numbers[id(cost.layers), cost.overhead_s] for cost in costs]]

@@ -132,7 +132,7 @@ def _checked_spans(proposal: Proposal, costs: StageCosts) -> list[tuple[int, int
         )
     spans = proposal.spans(layers)
     for number, (group, (lo, hi)) in enumerate(zip(groups, spans, strict=True)):
-        for device in group:
+        for device in costs.alike(tuple(group)):
             if isinf(costs.stage_compute_s(device, lo, hi)):
                 raise PlanError(f"stage {number}: {why_unable(costs.table, device, lo, hi)}")
     return spans

@@ -7,6 +7,7 @@ crosses cuts 0 and L, the ends of the model. lo, hi and c may be arrays.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal
@@ -45,6 +46,8 @@ class StageCosts:
         self._cuts = np.array([0, *cuts[:-1], 0 if table.trains else cuts[-1]], float)
         self._passes: dict[tuple[int, float], tuple[Array, Array, float]] = {}
         self._updates_s: dict[tuple[int, float], Array] = {}
+        self.kinds_of = cache(self._kinds_of)
+        self.alike = cache(self._alike)
         # Partitions share most stages, so the price of a stage is needed many times.
         self.stage_passes_s = cache(partial(table.passes_s, recompute=recompute))
         self.stage_compute_s = cache(lambda *span: float(self.compute_s(*span)))
@@ -118,6 +121,19 @@ class StageCosts:
             inside = np.searchsorted(layers, hi) > np.searchsorted(layers, lo)
             nbytes = nbytes + (inside & (layers[0] < lo)) * shared.nbytes
         return nbytes
+
+    def _kinds_of(self, devices: tuple[str, ...]) -> tuple[int, ...]:
+        """Return a number for each device; devices with equal times have equal numbers."""
+        numbers: dict[tuple[int, float], int] = {}
+        costs = map(self.table.devices.__getitem__, devices)
+        # Equal devices share a tuple of layers.
+        kinds = [(id(cost.layers), cost.overhead_s) for cost in costs]
+        return tuple([numbers.setdefault(kind, len(numbers)) for kind in kinds])
+
+    def _alike(self, devices: tuple[str, ...]) -> dict[str, int]:
+        """Return the first device of each kind, with the number of devices of this kind."""
+        kinds = self.kinds_of(devices)
+        return {devices[kinds.index(kind)]: count for kind, count in Counter(kinds).items()}
 
     def prefixes(self, device: str) -> tuple[Array, Array, float]:
         """Return, by cut, the seconds of all layers before the cut without the fixed overhead, and

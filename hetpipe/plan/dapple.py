@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -28,10 +28,18 @@ from hetpipe.plan.latency import (
     latency_s,
     stage_costs,
 )
-from hetpipe.plan.server_groups import Counts, Machines, append_first, numbers, places
+from hetpipe.plan.server_groups import (
+    MANY,
+    Counts,
+    Machines,
+    fewest_stages,
+    numbers,
+    places,
+    powers,
+    widths,
+)
 
 WIDTH = 4  # partial plans to keep for the same first layer and devices
-MANY = 16  # with more devices than this, the search tries fewer numbers of replicas and places
 
 
 def candidates(
@@ -51,7 +59,8 @@ def candidates(
     Data parallelism and a plan with one device per stage are included if they fit the capacity. The
     first plan is optimal if at most `WIDTH` partial plans per first layer and devices are
     undominated. With more than 16 devices, the numbers of replicas are powers of two, and stages
-    fill server after server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
+    fill server after server. With more than 256 devices, small powers are not tried. Raises
+    `PlanError` if nothing fits `capacity_nbytes` per device.
     """
     check_finite(chain)
     if samples < 1 or global_batch < samples or global_batch % samples:
@@ -82,8 +91,7 @@ def _plans(
     Searches that try few numbers of replicas come first, because their plans bound the later
     searches. Raises `PlanError` if nothing fits the capacity.
     """
-    powers = [1 << power for power in range(machines.devices.bit_length())]
-    replicas = sorted({*powers, machines.devices})
+    replicas = powers(machines.devices)
     bound_s = inf
     for first in reversed(range(len(replicas))):
         coarse = _Search(
@@ -145,18 +153,26 @@ class _Search:
         self.chain, self.machines, self.microbatches = chain, machines, microbatches
         self.width, self.bound_s = width, bound_s * (1 + 1e-9)
         self.capacity_nbytes = inf if capacity_nbytes is None else capacity_nbytes
-        self.replicas = replicas or _widths(machines.devices)
+        self.replicas = replicas or widths(machines.devices)
         costs = (chain.forward_s, chain.backward_s, chain.params_nbytes, chain.activation_nbytes)
         self.sums = np.array([[0.0, *accumulate(values)] for values in costs])
         self.cut_nbytes = np.array([0.0, *chain.cut_nbytes])
         self.lines = cache(machines.transfer_lines)
+        # Many devices are used in the order of their numbers, as if all were in one server.
+        self.in_order = machines.devices > MANY
+        self.counts = (machines.devices,) if self.in_order else machines.counts
+        self.fewest = fewest_stages(machines.devices, self.replicas)
         self.starts: list[int] = []  # the number of the first choice in each entry of `choices`
         self.choices: list[_Choices] = []
         self.tails: dict[Counts, _Fronts] = {}
 
     def plans(self) -> list[DapplePlan]:
         """Return complete plans, the best first."""
-        rows = self.fronts((0,) * len(self.machines.counts)).rows
+        if self.in_order:  # begin with the last devices, so that no call is deep
+            for used in reversed(range(1, self.machines.devices)):
+                if self._allows(used):
+                    self.fronts((used,))
+        rows = self.fronts((0,) * len(self.counts)).rows
         ends = rows[:, rows[self.FIRST] == 0][[self.END, self.NUMBER]]
         return [self._plan(int(number)) for _, number in sorted(ends.T.tolist())]
 
@@ -171,11 +187,9 @@ class _Search:
             groups, rows = self.fronts(tuple(used[server] for server in order))
             return _Fronts([_at(order, group) for group in groups], rows)
         if used not in self.tails:
-            left = self.machines.devices - sum(used)
             groups = [
                 group
-                for replicas in self.replicas
-                if replicas <= left
+                for replicas in filter(partial(self._allows, sum(used)), self.replicas)
                 for group in self._groups(used, replicas)
             ]
             self.tails[used] = _Fronts(groups, self._front(used, groups))
@@ -183,13 +197,29 @@ class _Search:
 
     def _order(self, used: Counts) -> list[int]:
         """Return the servers, the most used server first; unequal servers keep their order."""
-        alike = len(set(self.machines.counts)) == 1
+        alike = len(set(self.counts)) == 1
         return sorted(range(len(used)), key=lambda server: -used[server] * alike)
 
+    def _allows(self, used: int, replicas: int = 0) -> bool:
+        """Whether there are enough layers for stages on `used` devices, a stage on `replicas`
+        devices, and stages on the other devices."""
+        left = self.machines.devices - used - replicas
+        most = len(self.chain.names) - (replicas > 0)
+        return left >= 0 and self.fewest[used] + self.fewest[left] <= most
+
     def _groups(self, used: Counts, replicas: int) -> tuple[Counts, ...]:
-        if self.machines.devices > MANY:
-            return (append_first(self.machines.counts, used, replicas),)
-        return places(self.machines.counts, used, replicas)
+        return ((replicas,),) if self.in_order else places(self.counts, used, replicas)
+
+    def _lines(self, used: Counts, group: Counts, other: Counts) -> tuple[tuple[float, float], ...]:
+        """Return the lines of a transfer between two groups, after `used` devices."""
+        if self.in_order:
+            return self.machines.next_lines(used[0], group[0], other[0])
+        return self.lines(group, other)
+
+    def _all_reduce_s(self, nbytes: float, used: Counts, group: Counts) -> float:
+        if self.in_order:
+            return self.machines.next_all_reduce_s(nbytes, used[0], group[0])
+        return self.machines.all_reduce_s(nbytes, group)
 
     def _front(self, used: Counts, groups: list[Counts]) -> Array:
         """Return partial plans whose first stage is on one of these groups, for any first layer."""
@@ -206,7 +236,7 @@ class _Search:
         depth = np.minimum(before[self.DEPTH] + 1, self.microbatches)
         fits = ADAM * params + depth * saved / count <= self.capacity_nbytes
         waits, whole = (
-            np.array([self.machines.all_reduce_s(nbytes, each) for each in groups])
+            np.array([self._all_reduce_s(nbytes, used, each) for each in groups])
             for nbytes in (0.0, 1.0)
         )
         all_reduce = waits[group] + (whole - waits)[group] * params
@@ -228,14 +258,14 @@ class _Search:
         ends, sent, times_s = [], [], []
         for number, group in enumerate(groups):
             then = tuple(map(sum, zip(used, group, strict=True)))
-            if then == self.machines.counts:
+            if then == self.counts:
                 ends.append([len(self.chain.names), 0, 0, -inf, -inf, 0, -1, number])
                 continue
             fronts = self.fronts(then)
             if not fronts.rows.size:
                 continue
             first, after = fronts.rows[[self.FIRST, self.GROUP]].astype(int)
-            lines = np.array([self.lines(group, other) for other in fronts.groups])[after]
+            lines = np.array([self._lines(used, group, each) for each in fronts.groups])[after]
             nbytes = self.cut_nbytes[first]
             times_s.append((lines[:, :, 0] + lines[:, :, 1] * nbytes[:, None]).max(axis=1))
             rows = fronts.rows.copy()
@@ -301,12 +331,12 @@ class _Search:
 
     def _plan(self, number: int) -> DapplePlan:
         stages = []
-        servers = list(range(len(self.machines.counts)))  # by place in the choice's counts
+        servers = list(range(len(self.counts)))  # by place in the choice's counts
         while number >= 0:
             block = bisect_right(self.starts, number) - 1
             choices, at = self.choices[block], number - self.starts[block]
             used, group = choices.used, choices.groups[choices.group[at]]
-            devices = numbers(self.machines.counts, _at(servers, used), _at(servers, group))
+            devices = numbers(self.counts, _at(servers, used), _at(servers, group))
             stages.append(DappleStage(int(choices.first[at]), int(choices.last[at]), devices))
             number = int(choices.behind[at])
             then = tuple(map(sum, zip(used, group, strict=True)))
@@ -318,11 +348,3 @@ class _Search:
 def _at(servers: Sequence[int], counts: Counts) -> Counts:
     """Return `counts` in the order of servers' numbers; `servers` has the number for each count."""
     return tuple(count for _, count in sorted(zip(servers, counts, strict=True)))
-
-
-def _widths(devices: int) -> tuple[int, ...]:
-    """Return the numbers of replicas to try: all; for many devices, powers of two and `devices`."""
-    if devices <= MANY:
-        return tuple(range(1, devices + 1))
-    powers = {1 << power for power in range(devices.bit_length())}
-    return tuple(sorted({count for count in powers if count <= devices} | {devices}))

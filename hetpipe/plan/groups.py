@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,13 +37,9 @@ def group_matrix(
     if len(group) == 1:
         return costs.matrix(heads, stage, in_flight, objective, bounded, versions)
     lo, hi = np.ogrid[: costs.count + 1, : costs.count + 1]
-    kinds: dict[tuple[int, float], list[str]] = defaultdict(list)
-    for device in group:  # equal devices share a tuple of layers
-        cost = costs.table.devices[device]
-        kinds[id(cost.layers), cost.overhead_s].append(device)
     with np.errstate(divide="ignore"):
-        alike = kinds.values()
-        seconds = 1 / sum(len(some) / costs.compute_s(some[0], lo, hi) for some in alike)
+        alike = costs.alike(tuple(group)).items()
+        seconds = 1 / sum(count / costs.compute_s(each, lo, hi) for each, count in alike)
     share = 1 / len(group)
     sends_s = 0.0
     if stage + 1 < len(groups):
@@ -53,8 +48,7 @@ def group_matrix(
         sends_s = sends_s + share * costs.gradient_s(heads[stage], heads[stage - 1], lo)
     hidden = objective == "max" or costs.table.devices[heads[stage]].execution == "async"
     seconds = np.maximum(seconds, sends_s) if hidden else seconds + sends_s
-    links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
-    ring_Bps = min(link.sum_Bps for link in links)
+    ring_Bps = min(link.sum_Bps for link in costs.table.chain((*group, group[0])))
     seconds = seconds + 2 * (1 - share) * costs.gradient_nbytes(lo, hi) / ring_Bps / microbatches
     least = min(costs.table.devices[device].memory_nbytes for device in group)
     capacity = least if bounded else math.inf
@@ -113,8 +107,7 @@ def _line(
     seconds, unsupported, overhead_s = costs.prefixes(heads[number])
     ring_s = 0.0
     if len(group) > 1:
-        links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
-        ring_Bps = min(link.sum_Bps for link in links)
+        ring_Bps = min(link.sum_Bps for link in costs.table.chain((*group, group[0])))
         ring_s = 2 * (1 - share) * costs.gradient_nbytes(0, cuts) / ring_Bps / microbatches
     none = np.zeros(costs.count + 1)
     arrive_s, leave_s = none, none

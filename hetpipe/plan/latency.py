@@ -7,6 +7,8 @@ from its end.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from hetpipe.cost.pipedream_profile import ChainCosts
-from hetpipe.plan.server_groups import Counts, Machines
+from hetpipe.plan.server_groups import PARTS, Counts, Machines
 
 ADAM = 4  # bytes kept per byte of float32 weights: weights, gradients, two moments (table 7)
 
@@ -116,8 +118,9 @@ def overlapped_s(
 
 
 def _group(counts: Counts, devices: Sequence[int]) -> Counts:
-    ends = [0, *accumulate(counts)]
-    return tuple(sum(lo <= device < hi for device in devices) for lo, hi in pairwise(ends))
+    ends = [*accumulate(counts)]
+    found = Counter(bisect_right(ends, device) for device in devices)
+    return tuple(found[server] for server in range(len(counts)))
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ def published_plans(
 
         latency = (M - 1) block + one micro-batch on one device + transfers + late all-reduces
 
-    Stages get the devices in the order of their numbers. A transfer to a group on several servers
+    With more than 256 devices, not every division between two stages is tried. Stages get the
+    devices in the order of their numbers. A transfer to a group on several servers
     counts at the speed of an all-reduce; r devices of one server sum in r / 2 rings.
     """
     planner = _Published(chain, machines, samples, global_batch)
@@ -179,7 +183,8 @@ class _Published:
 
     def two_stages(self) -> Iterator[PublishedPlan]:
         devices = self.machines.devices
-        for replicas in range(1, devices):
+        step = -(-devices // PARTS)
+        for replicas in range(step, devices, step):
             groups = range(replicas), range(replicas, devices)
             for cut in range(1, len(self.chain.names)):
                 sent_s = self._sent_s(groups[0], groups[1], self.chain.cut_nbytes[cut - 1])

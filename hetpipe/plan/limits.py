@@ -36,9 +36,10 @@ def why_unable(table: CostTable, device: str, lo: int, hi: int) -> str | None:
 
 def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
     """Name the first layer that none of `devices` can run, with the reasons, or return None."""
+    kinds = {id(table.devices[device].layers): table.devices[device].layers for device in devices}
     for index, layer in enumerate(table.layers):
-        entries = {device: table.devices[device].layers[index] for device in devices}
-        if all(entry.impossible for entry in entries.values()):
+        if all(layers[index].impossible for layers in kinds.values()):
+            entries = {device: table.devices[device].layers[index] for device in devices}
             refusals = [
                 entry.reason if entry.reason.startswith(name) else f"{name}: {entry.reason}"
                 for name, entry in entries.items()

@@ -148,14 +148,16 @@ class Priced:
         schedule flushes, it also takes at least the time of the smallest micro-batch with costs.
         """
         costs = self.costs(bare)
-        both_s = [np.maximum(costs.compute_s(device, lo, hi), 1e-300) for device in group]
+        kinds = costs.alike(tuple(group))
+        both_s = [np.maximum(costs.compute_s(device, lo, hi), 1e-300) for device in kinds]
         if len(group) == 1:
             return both_s[0]
         with np.errstate(divide="ignore"):  # the sum is 0 if no replica can run the layers
-            stage_s = 1 / sum(1 / replica_s for replica_s in both_s)
+            counts = kinds.values()
+            stage_s = 1 / sum(n / each_s for n, each_s in zip(counts, both_s, strict=True))
         if rule_of(bare.schedule).flushes:
             smallest = self._costs_at(self._sizes(bare)[0], bare)
-            for device in group:
+            for device in kinds:
                 stage_s = np.maximum(stage_s, smallest.compute_s(device, lo, hi))
         return stage_s
 
@@ -194,7 +196,7 @@ class Priced:
         return self._costs_at(self.options.size(proposal.microbatches), proposal)
 
     def _costs_at(self, size: int, proposal: Proposal) -> StageCosts:
-        key = size, len(set(proposal.devices)), proposal.recompute
+        key = size, _devices(proposal.groups), proposal.recompute
         if key not in self._costs:
             table = self.table(size).beside(key[1])
             self._costs[key] = StageCosts(table, proposal.recompute)
@@ -237,6 +239,12 @@ def _all_cuts(layers: int, stages: int) -> Array:
     return np.array(list(combinations(range(1, layers), stages - 1)), int)
 
 
+@cache
+def _devices(groups: Groups) -> int:
+    """Return the number of different devices."""
+    return len({device for group in set(groups) for device in group})
+
+
 def _rank(plan: Plan) -> tuple[float, int]:
     """Return the key of the ranking: the step (rounded), then the memory."""
     return float(f"{plan.step_s:.8e}"), sum(stage.memory_nbytes for stage in plan.stages)
@@ -244,11 +252,10 @@ def _rank(plan: Plan) -> tuple[float, int]:
 
 def _sum_and_update_s(costs: StageCosts, group: Sequence[str], lo: Array, hi: Array) -> Array:
     """Return the least seconds in which a stage's replicas sum their gradients and update."""
-    seconds = costs.least_update_s(group[0], lo, hi)
-    for device in group[1:]:
+    seconds = 0.0
+    for device in costs.alike(tuple(group)):
         seconds = np.maximum(seconds, costs.least_update_s(device, lo, hi))
     if len(group) == 1:
         return seconds
-    links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
-    fastest_Bps = max(link.sum_Bps for link in links)
+    fastest_Bps = max(link.sum_Bps for link in costs.table.chain((*group, group[0])))
     return seconds + 2 * (1 - 1 / len(group)) * costs.gradient_nbytes(lo, hi) / fastest_Bps

@@ -153,7 +153,7 @@ def stage_times(
             times_s = table.passes_s(stage.devices[0], stage.lo, stage.hi, plan.recompute)
         forward_s.append(times_s[0])
         backward_s.append(times_s[1])
-        gradient_links.append(_gradient_link(table, stage))
+        gradient_links.append(FREE if rule.averages else _gradient_link(table, stage))
         copying_s = 0.0 if rule.averages else _copying_s(table, stage, gradient_links[-1])
         update_s.append(times_s[2] + copying_s)
     ahead_links, back_links = [], []
@@ -253,5 +253,5 @@ def _alone_s(transfer: Transfer) -> float:
 def label_of(table: CostTable, devices: Sequence[str]) -> str:
     """Return the least certain label of the costs: modelled, emulated or measured."""
     labels = {table.devices[device].label for device in devices}
-    labels |= {table.link(here, there).label for here, there in pairwise(devices)}
+    labels |= {link.label for link in table.chain(tuple(devices))}
     return next((label for label in ("modelled", "emulated") if label in labels), "measured")

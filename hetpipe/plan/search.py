@@ -62,6 +62,8 @@ def propose_partitions(
     micro-batches, schedules and depths that the options allow. Proposals whose step cannot be below
     `limit_s` are omitted."""
     options = priced.options
+    if len(groups) > _layers(priced):
+        return
     modes = (False, True) if options.recompute else (False,)
     for count in counts or worth_trying(priced, groups):
         for mode in modes if recompute is None else (recompute,):
@@ -87,7 +89,11 @@ def propose_depths(
 
 def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
     """Whether partitions and prices of these stages take so long that few can be tried."""
-    return len(groups) * len(next(iter(priced.tables.values())).layers) > LARGE
+    return len(groups) * _layers(priced) > LARGE
+
+
+def _layers(priced: Priced) -> int:
+    return len(next(iter(priced.tables.values())).layers)
 
 
 def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
@@ -96,7 +102,8 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
     counts = priced.options.counts(priced.tables)
     if not is_large(priced, groups):
         return counts
-    near = [min(counts, key=lambda m: abs(m - times * len(groups))) for times in (2, 4)]
+    stages = min(len(groups), _layers(priced))
+    near = [min(counts, key=lambda m: abs(m - times * stages)) for times in (2, 4)]
     return list(dict.fromkeys(near))
 
 

@@ -2,18 +2,25 @@
 
 Used devices, and groups of devices, are tuples of counts, one count per server. The devices of a
 server are equal. Servers without a used device are filled in their order, so that equal servers do
-not make many equal states.
+not make many equal states. More than `MANY` devices are used in the order of their numbers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import inf
 
 from hetpipe.errors import PlanError
 
 Counts = tuple[int, ...]
+
+MANY = 16  # with more devices than this, the search tries fewer numbers of replicas and places
+PARTS = 256
+"""With more devices than this, each stage has at least devices / `PARTS` replicas."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,7 @@ class Machines:
         senders, receivers = sum(source), sum(target)
         if self.samples is not None:
             together = [max(pair) > 0 for pair in zip(source, target, strict=True)]
-            wire = self.inside if sum(together) == 1 else self.between
-            share = max(self.part(senders), self.part(receivers))
-            return ((wire.latency_s, share / wire.p2p_Bps),) * 2
+            return self._pair_lines(senders, receivers, sum(together) == 1)
         across = within = 0.0
         for mine, others in zip(source, target, strict=True):
             sent, received = mine / senders, others / receivers
@@ -93,8 +98,46 @@ class Machines:
 
     def all_reduce_s(self, nbytes: float, group: Counts) -> float:
         """Return the seconds of a ring: 2 (r-1) (latency + nbytes / (r slowest link))."""
-        replicas = sum(group)
-        wire = self.between if sum(count > 0 for count in group) > 1 else self.inside
+        return self._ring_s(nbytes, sum(group), sum(count > 0 for count in group) == 1)
+
+    def next_lines(self, first: int, source: int, target: int) -> tuple[tuple[float, float], ...]:
+        """Return `transfer_lines` between `source` devices, which begin with number `first`, and
+        the next `target` devices."""
+        whole = self._servers(first, source + target)
+        if self.samples is not None:
+            return self._pair_lines(source, target, len(whole) == 1)
+        groups = (first, source), (first + source, target)
+        return self.transfer_lines(*(self._counts(whole, *group) for group in groups))
+
+    def next_all_reduce_s(self, nbytes: float, first: int, replicas: int) -> float:
+        """Return `all_reduce_s` of `replicas` devices, which begin with number `first`."""
+        return self._ring_s(nbytes, replicas, len(self._servers(first, replicas)) == 1)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """By server, the number of the next server's first device."""
+        return [*accumulate(self.counts)]
+
+    def _servers(self, first: int, devices: int) -> range:
+        """Return the servers of `devices` devices, which begin with number `first`."""
+        last = first + devices - 1
+        return range(bisect_right(self._ends, first), bisect_right(self._ends, last) + 1)
+
+    def _counts(self, servers: range, first: int, devices: int) -> Counts:
+        """Return how many of `devices` devices are in each server."""
+        spans = [(self._ends[n] - self.counts[n], self._ends[n]) for n in servers]
+        return tuple(max(0, min(hi, first + devices) - max(lo, first)) for lo, hi in spans)
+
+    def _pair_lines(
+        self, senders: int, receivers: int, together: bool
+    ) -> tuple[tuple[float, float], ...]:
+        """Return `transfer_lines` if each pair of devices has a separate link."""
+        wire = self.inside if together else self.between
+        share = max(self.part(senders), self.part(receivers))
+        return ((wire.latency_s, share / wire.p2p_Bps),) * 2
+
+    def _ring_s(self, nbytes: float, replicas: int, together: bool) -> float:
+        wire = self.inside if together else self.between
         rounds = 2 * (replicas - 1)
         return rounds * (wire.latency_s + nbytes / (replicas * wire.all_reduce_Bps))
 
@@ -114,12 +157,6 @@ def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
         _scatter(free, begun or fresh, fresh, replicas),
     )
     return tuple(dict.fromkeys(groups))
-
-
-def append_first(counts: Counts, used: Counts, replicas: int) -> Counts:
-    """Return the group by the policy Append First, which fills server after server."""
-    free, fresh, begun = _servers(counts, used)
-    return _fill(free, begun + fresh, replicas)
 
 
 def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
@@ -155,3 +192,23 @@ def _scatter(free: Counts, among: Sequence[int], fresh: Sequence[int], replicas:
         for server in open_servers[: replicas - sum(group)]:
             group[server] += 1
     return tuple(group)
+
+
+def widths(devices: int) -> Sequence[int]:
+    """Return the numbers of replicas to try: all; for many devices, powers of two and `devices`."""
+    return range(1, devices + 1) if devices <= MANY else powers(devices)
+
+
+def powers(devices: int) -> list[int]:
+    """Return `devices` and the powers of two below it, not less than `devices` / `PARTS`."""
+    powers = {1 << power for power in range(devices.bit_length())}
+    return sorted({count for count in powers if count * PARTS >= devices} | {devices})
+
+
+def fewest_stages(devices: int, replicas: Sequence[int]) -> list[float]:
+    """Return, by number of devices, the fewest stages that use them all; infinite if none do."""
+    fewest = [0.0]
+    for count in range(1, devices + 1):
+        before = (fewest[count - each] for each in replicas if each <= count)
+        fewest.append(1 + min(before, default=inf))
+    return fewest

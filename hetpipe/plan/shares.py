@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise, permutations
 from math import inf, isinf
 
@@ -26,12 +27,13 @@ class ReplicaTimes:
         passes_s = [costs[size].stage_passes_s(device, lo, hi) for size in self.sizes]
         self._forward_s = list(accumulate([forward_s for forward_s, _, _ in passes_s], max))
         self._backward_s = list(accumulate([backward_s for _, backward_s, _ in passes_s], max))
+        self.at = cache(self._at)  # equal replicas have equal rows
 
     def knows(self, rows: int) -> bool:
         """Whether this number of rows is within the measured sizes or a little above (`BEYOND`)."""
         return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
-    def at(self, rows: int) -> tuple[float, float]:
+    def _at(self, rows: int) -> tuple[float, float]:
         """Return the seconds of forward and backward for this number of rows."""
         return self._line(rows, self._forward_s), self._line(rows, self._backward_s)
 
@@ -48,14 +50,10 @@ def times_of(
     costs: Mapping[int, StageCosts], devices: Sequence[str], lo: int, hi: int
 ) -> dict[str, ReplicaTimes]:
     """Return the times of layers lo..hi on each device. Equal devices share one object."""
-    kinds: dict[tuple[int, ...], ReplicaTimes] = {}
-    times = {}
-    for device in devices:
-        kind = tuple([id(each.table.devices[device].layers) for each in costs.values()])
-        if kind not in kinds:
-            kinds[kind] = ReplicaTimes(costs, device, lo, hi)
-        times[device] = kinds[kind]
-    return times
+    kinds = [*zip(*[each.kinds_of(tuple(devices)) for each in costs.values()], strict=True)]
+    first = dict(zip(reversed(kinds), reversed(devices), strict=True))
+    times = {kind: ReplicaTimes(costs, device, lo, hi) for kind, device in first.items()}
+    return dict(zip(devices, map(times.__getitem__, kinds), strict=True))
 
 
 def fastest_rows(times: Mapping[str, ReplicaTimes], samples: int) -> dict[str, int]:
@@ -90,7 +88,8 @@ def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:
     """
     if not 0 < sum(speeds) < inf:  # a device cannot run the layers: the price will be infinite
         speeds = [1.0] * len(speeds)
-    exact = [samples * speed / sum(speeds) for speed in speeds]
+    whole = sum(speeds)
+    exact = [samples * speed / whole for speed in speeds]
     least = 1 if samples >= len(speeds) else 0
     rows = [max(least, int(part)) for part in exact]
     order = sorted(range(len(rows)), key=lambda n: rows[n] - exact[n])
@@ -111,7 +110,7 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
     """
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     if _is_ring(table, devices):
-        ring = [table.link(*way) for way in _hops(devices)]
+        ring = table.chain((*devices, devices[0]))
         latency_s = max(link.latency_s for link in ring)
         bandwidth_Bps = min(link.sum_Bps for link in ring)
         return ring_s(len(devices), nbytes, latency_s, bandwidth_Bps)
@@ -133,7 +132,7 @@ def all_reduce_nbytes(
 
 
 def _is_ring(table: CostTable, devices: Sequence[str]) -> bool:
-    return all(table.link(*way).label == "modelled" for way in _hops(devices))
+    return all(link.label == "modelled" for link in table.chain((*devices, devices[0])))
 
 
 def _hops(devices: Sequence[str]) -> list[tuple[str, str]]:

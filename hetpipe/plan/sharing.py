@@ -107,7 +107,7 @@ class _Shared:
     def gradients(self, link: Transfer, number: int) -> Transfer:
         """Return a message from one replica of a stage to another."""
         devices = self.plan.stages[number].devices
-        if len(devices) == 1:
+        if self.plan.rule.averages or len(devices) == 1:
             return FREE
         ways = [self._media(a, b) for a in devices for b in devices if a != b]
         media = [medium for medium in ways[0] if all(medium in way for way in ways)]
@@ -137,10 +137,19 @@ def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
     """
     sides = [list(accumulate(stage.shares, initial=0.0)) for stage in plan.stages[cut : cut + 2]]
     before, after = ([end / ends[-1] for end in ends] for ends in sides)
-    shares = {}
-    for here, (lo, hi) in zip(plan.stages[cut].devices, pairwise(before), strict=True):
-        for there, (first, last) in zip(plan.stages[cut + 1].devices, pairwise(after), strict=True):
-            share = min(hi, last) - max(lo, first)
-            if share > ROUNDING:
-                shares[here, there] = share
-    return shares
+    shares: dict[tuple[str, str], float] = {}
+    senders = zip(plan.stages[cut].devices, pairwise(before), strict=True)
+    receivers = zip(plan.stages[cut + 1].devices, pairwise(after), strict=True)
+    here, (lo, hi) = next(senders)
+    there, (first, last) = next(receivers)
+    while True:
+        share = min(hi, last) - max(lo, first)
+        if share > ROUNDING:
+            shares[here, there] = share
+        following = next(senders, None) if hi <= last else next(receivers, None)
+        if following is None:
+            return shares
+        if hi <= last:
+            here, (lo, hi) = following
+        else:
+            there, (first, last) = following

@@ -69,8 +69,13 @@ def applied_by(action: Action, shape: Shape, row: int) -> Iterator[Action]:
             yield from (Action(n, last, first + i) for i in range(shape.microbatches))
 
 
-def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Action]:
-    """Yield the actions of `row` that must come before `action`, which is on the same row."""
+def needed_by(
+    action: Action, shape: Shape, row: Sequence[Action], losses: Sequence[Action]
+) -> Iterator[Action]:
+    """Yield the actions of `row` that must come before `action`, which is on the same row.
+
+    `losses` are the losses of the row.
+    """
     n, op, number = action.stage, action.op, action.number
     halved = n in shape.halved
     if op is Op.FORWARD:
@@ -84,7 +89,7 @@ def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[A
     elif op is Op.LOSS:
         yield from (a for a in row if a.stage == n and a.op is Op.FORWARD)
     elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        yield from (a for a in row if a.stage == n and a.op is Op.LOSS)
+        yield from (a for a in losses if a.stage == n)
         yield Action(n, Op.RECV_KEPT if n in shape.laned else Op.FORWARD, number)
         if n < shape.stages - 1:
             yield Action(n, Op.RECV_BACKWARD, number)

@@ -148,6 +148,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
     """
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
+        losses = [action for action in row if action.op is Op.LOSS]
         waiting: Counter[int] = Counter()
         updated: Counter[int] = Counter()  # by stage, the number of mini-batches applied so far
         for index, action in enumerate(row):
@@ -169,7 +170,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
             if late:
                 why = f"the update of stage {n} must come last, except for tied parameters"
                 raise _fail(schedule, why, row_number, index)
-            needs = [a for a in needed_by(action, shape, row) if a not in done]
+            needs = [a for a in needed_by(action, shape, row, losses) if a not in done]
             if needs:
                 why = f"{action} comes before {needs[0]}, which it needs"
                 raise _fail(schedule, why, row_number, index)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, permutations
 from math import inf
 
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import slowest_pairs
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.chain import chain_of
@@ -132,10 +133,12 @@ def machines_of(table: CostTable, cluster: Cluster) -> Machines:
     Links between the first members of servers stand for all links between servers.
     """
     groups = cluster.groups()
-    inside = [(a, b) for group in groups for a in group for b in group if a != b]
-    heads = [group[0] for group in groups]
-    between = [(a, b) for a in heads for b in heads if a != b]
-    return Machines(tuple(map(len, groups)), _wire(table, inside), _wire(table, between))
+    pairs = slowest_pairs(cluster, table.links) or (
+        [pair for group in groups for pair in permutations(group, 2)],
+        [*permutations([group[0] for group in groups], 2)],
+    )
+    inside, between = (_wire(table, each) for each in pairs)
+    return Machines(tuple(map(len, groups)), inside, between)
 
 
 def _wire(table: CostTable, pairs: list[tuple[str, str]]) -> Wire:

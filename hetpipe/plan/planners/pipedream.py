@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import islice
+from itertools import chain, islice, permutations
 from typing import Literal, get_args
 
 import numpy as np
 
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.links import slowest_pairs
 from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.errors import ClusterError, PlanError
 from hetpipe.plan.chain import chain_of, check_finite
@@ -218,12 +219,13 @@ class _Search:
         times: dict[int, Array] = {}
         replicas_of: dict[int, Array] = {}
         splits: dict[int, Array] = {}
-        for used in range(1, level.count + 1):
+        unit = -(-level.count // MOST)
+        for used in reversed(range(level.count, 0, -unit)):
             alone = self.replicated(depth, used, self._behind(depth, behind, used, used), True)
             times[used] = alone[:firsts].copy()
             replicas_of[used] = np.full(times[used].shape, used)
             splits[used] = np.repeat(np.arange(firsts)[:, None] - 1, len(self.cut_nbytes), axis=1)
-            for replicas in range(1, used):
+            for replicas in range(unit, used, unit):
                 stage_s = self.replicated(
                     depth, replicas, self._behind(depth, behind, used, replicas)
                 )
@@ -279,6 +281,9 @@ def _runs(costs: Sequence[float]) -> Array:
     return ends[None, 1:] - ends[:-1, None]
 
 
+MOST = 64
+"""If a level has more components, the replicas of stages after the first are multiples of a unit,
+and there are at most `MOST` units."""
 FLUSHING = ("1f1b",)
 RULES: tuple[SyncRule, ...] = ("text", "published-code")
 
@@ -322,12 +327,8 @@ def levels_of(priced: Priced, cluster: Cluster) -> list[Level]:
         return [Level(count, bandwidth_Bps) for count, bandwidth_Bps in cluster.levels()]
     except ClusterError:
         table = next(iter(priced.tables.values()))
-        links = [
-            table.link(here, there).bandwidth_Bps
-            for here in cluster.ids
-            for there in cluster.ids
-            if here != there
-        ]
+        pairs = slowest_pairs(cluster, table.links) or (permutations(cluster.ids, 2),)
+        links = [table.link(*pair).bandwidth_Bps for pair in chain.from_iterable(pairs)]
         return [Level(len(cluster.ids), min(links, default=float("inf")))]
 
 

@@ -30,7 +30,7 @@ from hetpipe.plan.planners.choice import plan
 from hetpipe.plan.planners.dapple import machines_of
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, Proposal, deep_in_flight
-from hetpipe.plan.server_groups import Machines, Wire, append_first, numbers, places
+from hetpipe.plan.server_groups import Machines, Wire, numbers, places
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
@@ -191,7 +191,6 @@ def test_places_of_figure_5():
     assert places(counts, used, 6) == ((0, 0, 6), (3, 3, 0))
     assert places(counts, (6, 1, 0), 6) == ((0, 0, 6), (2, 4, 0))
     assert places(counts, (5, 1, 0), 8) == ((0, 0, 8), (3, 5, 0))
-    assert append_first(counts, (5, 1, 0), 8) == (3, 5, 0)
     assert places(counts, (0, 0, 0), 6) == ((6, 0, 0), (2, 2, 2))
     assert places((2, 2), (1, 0), 3) == ((1, 2),)
 
