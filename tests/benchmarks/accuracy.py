@@ -172,7 +172,7 @@ def measure(setting: Setting) -> Iterator[Measured]:
             yield Measured(
                 setting.devices, workload.name, len(cluster.ids), setting.bandwidth_Gbps,
                 plan.origin, plan.schedule, plan.microbatches, plan.cuts, plan.step_s,
-                *_steps(workload, captured, crew, plan, costs),
+                *steps_of(workload, captured, crew, plan, costs),
             )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def cluster_of(speeds: Sequence[tuple[str, float]], bandwidth_Gbps: int) -> Clus
     return Cluster(tuple(members), {frozenset(pair): link for pair in pairs})
 
 
-def _steps(
+def steps_of(
     workload: Workload, captured: Captured, crew: Crew, plan: Plan, costs: CostTable
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the seconds of each step: predicted with the probes around the step, and measured."""
