@@ -7,8 +7,8 @@ same time. So the busiest medium decides how long the message or sum takes.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -24,6 +24,8 @@ ROUNDING = 1e-12  # a smaller share of a cut is a rounding error
 
 def measured_media(plan: Plan, costs: CostTable) -> list[str]:
     """Return the media of a plan that were measured with the links."""
+    if not costs.measures_media:
+        return []
     ahead = list(pairwise(plan.all_devices))  # all hosts of the plan are an end of one of these
     ways = *ahead, *((there, here) for here, there in ahead)
     links = [costs.links[way] for way in ways if way in costs.links]
@@ -48,13 +50,10 @@ def share_media(
     backwards = [shared.message(link, cut, True) for cut, link in enumerate(back)]
     tied = {ends: shared.tied(link, *ends) for ends, link in times.tied.items()}
     among = [shared.gradients(link, n) for n, link in enumerate(gradients)]
-    transfers = *forwards, *backwards, *tied.values(), *sums, *among, *among
-    uses = Counter(medium for each in transfers for medium in each.media)
+    kept = _decisive((*forwards, *backwards, *tied.values(), *sums, *among, *among))
 
     def contended(transfer: Transfer) -> Transfer:
-        """Leave out media that no other transfer uses, since the simulation is then faster."""
-        media = tuple(medium for medium in transfer.media if uses[medium] > 1)
-        return transfer._replace(media=media)
+        return transfer._replace(media=tuple(m for m in transfer.media if m in kept))
 
     return replace(
         times,
@@ -65,6 +64,21 @@ def share_media(
         all_reduce_s=(),
         sums=tuple(map(contended, sums)),
     )
+
+
+def _decisive(transfers: Sequence[Transfer]) -> set[str]:
+    """Return the media that can decide a transfer's speed, so that a simulation needs no others.
+
+    The speed of a transfer is 1 / the largest number of transfers on any of its media. So a medium
+    decides nothing if it has only one transfer, or if another medium has all of its transfers.
+    """
+    users: dict[str, set[int]] = defaultdict(set)
+    for number, transfer in enumerate(transfers):
+        for medium in transfer.media:
+            users[medium].add(number)
+    first = {frozenset(numbers): medium for medium, numbers in reversed(users.items())}
+    several = [numbers for numbers in first if len(numbers) > 1]
+    return {first[each] for each in several if not any(each < other for other in several)}
 
 
 class _Shared:
