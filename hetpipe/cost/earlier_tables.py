@@ -15,6 +15,11 @@ def upgraded(data: Any, version: int) -> Any:
     if not isinstance(data, Mapping):
         return data
     data = {"contention": 0.0, "trains": True, "whole_loss": {}, **data}
+    if isinstance(links := data.get("links"), (list, tuple)):
+        data["links"] = [
+            {"copying": 0.5, "media": [], **one} if isinstance(one, Mapping) else one
+            for one in links
+        ]
     if data.get("version") not in EARLIER:
         return data
     new: dict[str, Any] = {"version": version}

@@ -25,7 +25,7 @@ class Remote:
     arguments that cannot be pickled.
     """
 
-    def __init__(self, function: str, /, **arguments: Any) -> None:
+    def __init__(self, function: str, /, **arguments: object) -> None:
         module, colon, name = function.partition(":")
         if not (module and colon and name.isidentifier()):
             raise HetpipeError(

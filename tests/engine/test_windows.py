@@ -85,14 +85,14 @@ def received(inlet: Inlet, device: Device, kind: Kind = FORWARD) -> list[np.ndar
 def places(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record where each message was when the receiver took it."""
     seen: list[int] = []
-    take = sharedmemory._RingInlet._take
+    take = sharedmemory.RingInlet._take
 
     def watched(self: Any, kind: Kind) -> Any:
         result = take(self, kind)
         seen.append(int(self._ring.place))
         return result
 
-    monkeypatch.setattr(sharedmemory._RingInlet, "_take", watched)
+    monkeypatch.setattr(sharedmemory.RingInlet, "_take", watched)
     return seen
 
 

@@ -45,7 +45,8 @@ def test_a_cost_table_of_version_1():
             0.0, 1.0, None, None,
         ]  # fmt: skip
         assert [layer.pop("spread") for layer in device["layers"]] == [0.0] * len(costs.layers)
-    assert [link.pop("sum_speed") for link in data["links"]] == [1.0] * len(costs.links)
+    for link in data["links"]:
+        assert [link.pop(key) for key in ("sum_speed", "copying", "media")] == [1.0, 0.5, []]
     assert data | {"version": 1} == document("costs.json")
 
 
@@ -56,6 +57,16 @@ def test_a_cost_table_of_version_2():
         {key: value for key, value in link.items() if key != "sum_speed"} for link in now["links"]
     ]
     assert CostTable.from_json(now | {"version": 2, "links": before}).to_json() == now
+
+
+def test_links_without_the_share_of_copies():
+    """The cores of both ends copy half of a message, and no link shares its medium."""
+    now = json.loads(json.dumps(read_costs(DATA / "costs.json").to_json()))
+    before = [
+        {key: value for key, value in link.items() if key not in ("copying", "media")}
+        for link in now["links"]
+    ]
+    assert CostTable.from_json(now | {"links": before}).to_json() == now
 
 
 def test_a_timeline():

@@ -288,7 +288,7 @@ def test_a_cluster_file(write):
             '"shared-memory"',
             '"wire"',
             2,
-            "transport is 'wire', it should be 'auto', 'local', 'shared-memory', 'tls' or",
+            "transport is 'wire', it should be 'auto', 'local', 'shared-memory', 'tcp', 'tls' or",
         ),
         ('"shared-memory"', "3", 2, "transport is 3, it should be 'auto'"),
         (
