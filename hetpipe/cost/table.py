@@ -205,11 +205,6 @@ class CostTable:
         return self.links[source, target]
 
     @cached_property
-    def measures_media(self) -> bool:
-        """Whether links share media that were measured with them."""
-        return isinstance(self.links, dict) and any(link.media for link in self.links.values())
-
-    @cached_property
     def _chains(self) -> dict[tuple[str, ...], Set[LinkCost]]:
         return {}
 

@@ -24,7 +24,7 @@ ROUNDING = 1e-12  # a smaller share of a cut is a rounding error
 
 def measured_media(plan: Plan, costs: CostTable) -> list[str]:
     """Return the media of a plan that were measured with the links."""
-    if not costs.measures_media:
+    if not isinstance(costs.links, dict):  # the cluster describes the links
         return []
     ahead = list(pairwise(plan.all_devices))  # all hosts of the plan are an end of one of these
     ways = *ahead, *((there, here) for here, there in ahead)
