@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -27,6 +27,7 @@ from hetpipe.cluster.member import available_cores
 from hetpipe.crew.crew import Crew
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.papers.overhead import ROUNDS, empty_request, load_empty
+from hetpipe.plan.plan import Plan
 from hetpipe.profile.clock import spread_of
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.backend import Device
@@ -79,6 +80,15 @@ def used_s(crew: Crew, agent: int | None) -> float:
     return own_s
 
 
+def moved(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Return the same plan on other devices, by the names of the present ones."""
+    stages = (
+        replace(stage, devices=tuple(map(names.__getitem__, stage.devices)))
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
 def steps(model: str, pairs: int = PAIRS) -> None:
     """Print the time of a step on two hosts over its time on one host, in pairs."""
     workload = load_workload(model)
@@ -89,14 +99,12 @@ def steps(model: str, pairs: int = PAIRS) -> None:
         ]
         near = Cluster(tuple(members))
         with Crew.start(near) as one, Crew.start(far) as two:
-            options: dict[str, Any] = {"optimizer": optimizer_of(workload), "schedule": "1f1b"}
-            first = (workload.model, workload.loss_fn, (x, y))
-            with hp.Pipeline(*first, cluster=near, crew=one, **options) as pipe_one:
-                plan = pipe_one.plan
-                cuts, count = list(plan.cuts), plan.microbatches
-                with hp.Pipeline(
-                    *first, cluster=far, crew=two, cuts=cuts, microbatches=count, **options
-                ) as pipe_two:
+            optimizer, first = optimizer_of(workload), (workload.model, workload.loss_fn, (x, y))
+            options: dict[str, Any] = {"cluster": near, "optimizer": optimizer}
+            with hp.Pipeline(*first, crew=one, schedule="1f1b", **options) as pipe_one:
+                plan = moved(pipe_one.plan, dict(zip(near.ids, far.ids, strict=True)))
+                options["cluster"] = far
+                with hp.Pipeline(*first, crew=two, plan=plan, **options) as pipe_two:
                     _compare(model, (pipe_one, one, None), (pipe_two, two, agent), (x, y), pairs)
 
 
