@@ -211,7 +211,8 @@ class Crew(Loaded):
                 active = self._placement.active(member, assembly.shares, place.begins)
                 batch = assembly.batch(request, self._serial, active, member in fed)
                 message = say.Step(
-                    self._serial, script, schedule, member_rows, place.closing, place.first,
+                    self._serial, script, schedule, member_rows,
+                    frozenset() if schedule is None else place.closing, place.first,
                     place.microbatches, place.begins, batch,
                     drain=part is None or isinstance(request, UpdateRequest), forwards=forwards,
                     keeps_output=keeps_output,

@@ -185,7 +185,8 @@ class Batch(Apply):
 
 @dataclass(frozen=True)
 class Step:
-    """Run a part of a schedule. The schedule itself comes only the first time that `script` runs.
+    """Run a part of a schedule. The schedule itself, and its `closing`, come only the first time
+    that `script` runs.
 
     The schedule's numbers are relative to mini-batch `first` of the stream. The part begins with
     `batch`, mini-batch number `begins` of the stream.
