@@ -37,7 +37,7 @@ POCL = next(each for each in RUNTIMES if each.slug == "pocl")
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hetpipe.caches.user_cache_path", lambda _: tmp_path)
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
 
 
