@@ -55,8 +55,7 @@ def save(
 
     `tensors`: by role (param, buffer, state), then by the model's names; a state has a name such as
     "momentum/fc.weight". Give a bfloat16 tensor as its int16 view. `Tensors` are read and written
-    one after another. `manifest`: JSON values, among
-    them "step", the number of steps done.
+    one after another. `manifest`: JSON values, among them "step", the number of steps done.
 
     Raises `CheckpointError`, before anything is written, for values that the files cannot contain.
     Raises `CheckpointError` as well if the folder cannot be written to, or if another process or

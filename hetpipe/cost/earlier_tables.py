@@ -16,10 +16,8 @@ def upgraded(data: Any, version: int) -> Any:
         return data
     data = {"contention": 0.0, "trains": True, "whole_loss": {}, **data}
     if isinstance(links := data.get("links"), (list, tuple)):
-        data["links"] = [
-            {"copying": 0.5, "media": [], **one} if isinstance(one, Mapping) else one
-            for one in links
-        ]
+        usual = {"copying": 0.5, "media": []}  # of links that were measured before these existed
+        data["links"] = [{**usual, **one} if isinstance(one, Mapping) else one for one in links]
     if data.get("version") not in EARLIER:
         return data
     new: dict[str, Any] = {"version": version}

@@ -292,8 +292,8 @@ class _Link:
     bandwidth_Bps: Bandwidth
     label: Label
     sum_speed: Ratio
-    copying: Share = 0.5
-    media: tuple[str, ...] = ()
+    copying: Share
+    media: tuple[str, ...]
 
 
 @dataclass(frozen=True)

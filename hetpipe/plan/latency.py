@@ -146,8 +146,8 @@ def published_plans(
         latency = (M - 1) block + one micro-batch on one device + transfers + late all-reduces
 
     With more than 256 devices, not every division between two stages is tried. Stages get the
-    devices in the order of their numbers. A transfer to a group on several servers
-    counts at the speed of an all-reduce; r devices of one server sum in r / 2 rings.
+    devices in the order of their numbers. A transfer to a group on several servers counts at the
+    speed of an all-reduce; r devices of one server sum in r / 2 rings.
     """
     planner = _Published(chain, machines, samples, global_batch)
     plans = [planner.parallel(), *planner.two_stages()]

@@ -239,9 +239,8 @@ def _all_cuts(layers: int, stages: int) -> Array:
     return np.array(list(combinations(range(1, layers), stages - 1)), int)
 
 
-@cache
 def _devices(groups: Groups) -> int:
-    """Return the number of different devices."""
+    """Return the number of different devices; under data parallelism all groups are equal."""
     return len({device for group in set(groups) for device in group})
 
 

@@ -62,12 +62,12 @@ class _NearInlet(Inlet):
     def __init__(self, arrival: Arrival, wire: Wire, device: Device) -> None:
         super().__init__(wire, device)
         self._arrival = arrival
-        self._ring: RingInlet | None = None
+        self._inlet: RingInlet | None = None
 
     def _take(self, kind: Kind) -> tuple[list[Any], float]:
-        if self._ring is None:
-            self._ring = self._open()
-        return self._ring._take(kind)
+        if self._inlet is None:
+            self._inlet = self._open()
+        return self._inlet._take(kind)
 
     def _open(self) -> RingInlet:
         place = bytearray(_PLACE.size)
@@ -91,10 +91,10 @@ class _NearInlet(Inlet):
         return RingInlet(ring, self.wire, self.device)
 
     def _release(self) -> None:
-        assert self._ring is not None
-        self._ring._release()
+        assert self._inlet is not None
+        self._inlet._release()
 
     def close(self) -> None:
         self._arrival.close()
-        if self._ring is not None:
-            self._ring.close()
+        if self._inlet is not None:
+            self._inlet.close()

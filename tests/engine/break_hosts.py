@@ -354,8 +354,10 @@ def main() -> int:
         event, ends, wrong = EVENTS[name], [], 0
         for number in range(chosen.moments):
             moment_s = chance.uniform(0.0, chosen.longest_s if number % 2 else STEPS_S)
-            run = _break if isinstance(event, Event) else _intrude
-            phase, took_s, problems = run(event, moment_s, number)  # type: ignore[operator]
+            if isinstance(event, Event):
+                phase, took_s, problems = _break(event, moment_s, number)
+            else:
+                phase, took_s, problems = _intrude(event, moment_s, number)
             ends.append(took_s)
             wrong += bool(problems)
             words = "; ".join(problems)

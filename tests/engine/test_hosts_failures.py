@@ -34,6 +34,7 @@ from test_listening import ports_of
 from hetpipe.cluster import Cluster
 from hetpipe.crew.agent import Agent
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.plugboard import Outside
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
@@ -265,17 +266,23 @@ def _once_free(cluster: Any) -> Cluster:
             time.sleep(0.1)
 
 
-class _Full:
+class _Full(Fleet):
     """A fleet of a host that has no descriptors left."""
+
+    def send(self, worker: int, message: object) -> None:
+        raise AssertionError("nothing is sent")
 
     def connect(self, worker: int, ends: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
+
+    def close(self) -> None:
+        raise AssertionError("the crew goes on at the agent until the controller ends it")
 
 
 def test_an_error_at_an_agent_that_nobody_awaits_ends_the_crew() -> None:
     ours, theirs = _pair()
     agent = Agent(theirs, own_facts("h0"), Outside(Wires(), RIGHT))
-    agent._crews[1] = _Full(), ""  # type: ignore[assignment]
+    agent._crews[1] = _Full(), ""
     arrived = SimpleQueue[object]()
     controller = Connection(ours, "h1")
     controller.start(lambda address, message: arrived.put(message.unpack()), arrived.put)
