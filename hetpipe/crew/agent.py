@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -73,6 +74,10 @@ def stay(address: tuple[str, int], name: str) -> None:
         door.close()
 
 
+SOON_S = 0.5
+"""Seconds in which an agent reads the last messages, unless it is busy."""
+
+
 class _End(NamedTuple):
     """The connection has ended."""
 
@@ -86,6 +91,8 @@ class Agent:
         self._outside = outside
         self._arrived: SimpleQueue[tuple[Address, Packed] | _End] = SimpleQueue()
         self._crews: dict[int, tuple[Fleet, str]] = {}  # with the name that its wires have
+        self._obeyed = threading.Event()
+        self._told = False  # whether the loss of the controller has been told
         self._connection = Connection(stream, controller.name)
         self._connection.start(
             lambda address, message: self._arrived.put((address, message)), self._ended
@@ -97,27 +104,40 @@ class Agent:
         No worker runs afterwards.
         """
         try:
-            while not isinstance(item := self._arrived.get(), _End):
-                address, message = item
-                if address.crew:
-                    self._pass_on(address, message)
-                elif isinstance(asked := message.unpack(), Goodbye):
-                    return "an error ended it" if asked.failed else ""
-                else:
-                    self._answer(asked)
-            for fleet, _ in self._crews.values():
-                fleet.control.fail(item.reason)  # its workers may wait for a lost host for ever
-            return item.reason
+            reason = self._obey()
+            self._obeyed.set()
+            if reason and not self._told:
+                self._tell_loss(reason)
+            return reason
         finally:
             for crew in [*self._crews]:
                 self._leave(Leave(crew))
             self._connection.close()
 
+    def _obey(self) -> str:
+        while not isinstance(item := self._arrived.get(), _End):
+            address, message = item
+            if address.crew:
+                self._pass_on(address, message)
+            elif isinstance(asked := message.unpack(), Goodbye):
+                return "an error ended it" if asked.failed else ""
+            else:
+                self._answer(asked)
+        for fleet, _ in self._crews.values():
+            fleet.control.fail(item.reason)  # its workers may wait for a lost host for ever
+        return item.reason
+
     def _ended(self, reason: str) -> None:
-        """Tell the loss at once: the main thread may import torch for seconds."""
+        """Note the end. Tell it as a loss if the main thread is busy: it may import torch for
+        seconds. Otherwise it reads first what has arrived, perhaps a goodbye."""
+        self._arrived.put(_End(reason))
+        if not self._obeyed.wait(SOON_S):
+            self._told = True
+            self._tell_loss(reason)
+
+    def _tell_loss(self, reason: str) -> None:
         name = self._connection.peer
         print(f"hetpipe: the controller {name!r} is lost: {reason}", file=sys.stderr, flush=True)
-        self._arrived.put(_End(reason))
 
     def _pass_on(self, address: Address, message: Packed) -> None:
         self._tell(address.crew, lambda fleet: fleet.send(address.worker, message))

@@ -32,14 +32,14 @@ from test_hosts import DEVICE, train
 from test_listening import ports_of
 
 from hetpipe.cluster import Cluster
-from hetpipe.crew.agent import Agent
+from hetpipe.crew.agent import SOON_S, Agent
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.plugboard import Outside
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.facts import own_facts
-from hetpipe.hosts.hosts import Ask, Hosts
+from hetpipe.hosts.hosts import HOST, Ask, Goodbye, Hosts
 from hetpipe.hosts.meeting import call, parse_address
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
@@ -290,6 +290,23 @@ def test_an_error_at_an_agent_that_nobody_awaits_ends_the_crew() -> None:
     assert "Too many open files" in str(arrived.get(timeout=LIMIT_S))
     controller.close()
     agent._connection.close()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_goodbye_is_no_loss(failed: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """The connection ends right after it, before the agent's main thread has read it."""
+    ours, theirs = _pair()
+    agent = Agent(theirs, own_facts("the-boss"), Outside(Wires(), RIGHT))
+    controller = Connection(ours, "h0")
+    controller.start(lambda address, message: None, lambda reason: None)
+    controller.send(Address(0, HOST), Goodbye(failed))
+    controller.close()
+    assert eventually(lambda: agent._arrived.qsize() == 2)  # the goodbye, and the end
+    reason = agent.serve()
+    time.sleep(2 * SOON_S)  # a thread could tell a loss only now
+    words = capfd.readouterr().err
+    assert bool(reason) is failed
+    assert words.count("'the-boss' is lost: an error ended it") == words.count("the-boss") == failed
 
 
 def test_the_first_message_of_an_encrypted_wire_may_come_after_days(
