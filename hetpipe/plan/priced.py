@@ -29,6 +29,7 @@ class Priced:
     tables: Tables
     options: PlannerOptions
     _costs: dict[tuple[int, int, bool], StageCosts] = field(default_factory=dict, compare=False)
+    _counts: dict[Groups, int] = field(default_factory=dict, compare=False)
     _plans: dict[Proposal, Plan | PlanError] = field(default_factory=dict, compare=False)
     _bounds_s: dict[Proposal, float] = field(default_factory=dict, compare=False)
     _by_bound: dict[tuple[Groups, int, bool, bool], tuple[Array, Array]] = field(
@@ -196,7 +197,10 @@ class Priced:
         return self._costs_at(self.options.size(proposal.microbatches), proposal)
 
     def _costs_at(self, size: int, proposal: Proposal) -> StageCosts:
-        key = size, _devices(proposal.groups), proposal.recompute
+        groups = proposal.groups
+        if groups not in self._counts:
+            self._counts[groups] = len(set(proposal.devices))
+        key = size, self._counts[groups], proposal.recompute
         if key not in self._costs:
             table = self.table(size).beside(key[1])
             self._costs[key] = StageCosts(table, proposal.recompute)
@@ -237,11 +241,6 @@ class Priced:
 def _all_cuts(layers: int, stages: int) -> Array:
     """Return all ways to cut the layers into stages; each row has the cuts of one."""
     return np.array(list(combinations(range(1, layers), stages - 1)), int)
-
-
-def _devices(groups: Groups) -> int:
-    """Return the number of different devices; under data parallelism all groups are equal."""
-    return len({device for group in set(groups) for device in group})
 
 
 def _rank(plan: Plan) -> tuple[float, int]:

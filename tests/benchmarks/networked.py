@@ -4,8 +4,8 @@
 
 The hosts are network namespaces of this machine. All that a host sends goes through a token bucket
 of the kernel, such as `1gbit`. Paced devices take modelled times (`benchmarks.paced`). The plans
-are drawn at random: cuts, orders of devices, replicas, schedules and numbers of micro-batches.
-Needs root. Run it with PYTHONPATH=tests:tests/engine:tests/support.
+are drawn at random: cuts, orders of devices, replicas, schedules that flush, and numbers of
+micro-batches. Needs root. Run it with PYTHONPATH=tests:tests/engine:tests/support.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from itertools import permutations
 from pathlib import Path
@@ -23,6 +24,7 @@ from benchmarks.accuracy import COUNTS, HALF_S, SAMPLES, TORCH, steps_of
 from benchmarks.paced import PacedTorch
 from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import available_cores
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.hosts.meeting import parse_address
@@ -70,7 +72,13 @@ def run_host(host: str, meeting: str, hosts: str, model: str, plans: str) -> Non
     if host != "h0":
         sys.exit(import_module("hetpipe.crew.agent").serve_once(parse_address(meeting), host, 120))
     devices = [f"h{n}/paced-pytorch:{PACES[n % 3]}:{TORCH}" for n in range(int(hosts))]
-    compare(Cluster.hosts(meeting, int(hosts), devices=devices, name=host), model, int(plans))
+    cluster, cores = (
+        Cluster.hosts(meeting, int(hosts), devices=devices, name=host),
+        available_cores(),
+    )
+    members = enumerate(cluster.members)  # each host would use all cores of this machine
+    pinned = tuple(replace(each, cores=(cores[n % len(cores)],)) for n, each in members)
+    compare(replace(cluster, members=pinned), model, int(plans))
 
 
 def compare(cluster: Cluster, model: str, count: int) -> None:
@@ -114,14 +122,13 @@ def drawn(tables: Tables, cluster: Cluster, samples: int, count: int) -> Iterato
     limit_s = FASTEST * fastest
     orders = list(permutations(cluster.ids))
     for _ in range(200 * count):
-        order, schedule = draw.choice(orders), draw.choice(("1f1b", "gpipe", "pipedream"))
+        order, schedule = draw.choice(orders), draw.choice(("1f1b", "gpipe"))
         groups: list[tuple[str, ...]] = [(member,) for member in order]
         if draw.random() < 0.3:  # two replicas of one stage
             place = draw.randrange(len(groups) - 1)
             groups[place : place + 2] = [groups[place] + groups[place + 1]]
         cuts = tuple(sorted(draw.sample(range(1, layers), len(groups) - 1)))
-        microbatches = draw.choice(COUNTS) if schedule != "pipedream" else 1
-        proposal = Proposal(cuts, tuple(groups), schedule, microbatches)
+        proposal = Proposal(cuts, tuple(groups), schedule, draw.choice(COUNTS))
         if proposal in seen:
             continue
         seen.add(proposal)
