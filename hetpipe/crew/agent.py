@@ -129,7 +129,7 @@ class Agent:
 
     def _ended(self, reason: str) -> None:
         """Note the end. Tell it as a loss if the main thread is busy: it may import torch for
-        seconds. Otherwise it reads first what has arrived, perhaps a goodbye."""
+        seconds. Otherwise it first reads the last messages, perhaps a goodbye."""
         self._arrived.put(_End(reason))
         if not self._obeyed.wait(SOON_S):
             self._told = True
