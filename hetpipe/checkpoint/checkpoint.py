@@ -59,7 +59,8 @@ def save(
 
     Raises `CheckpointError`, before anything is written, for values that the files cannot contain.
     Raises `CheckpointError` as well if the folder cannot be written to, or if another process or
-    thread is saving into it. After an error the previous checkpoint stays, without new files.
+    thread is saving into it. After an error the previous checkpoint stays, without new files or
+    folders.
     """
     directory = user_path(directory, CheckpointError)
     check_values(manifest)
@@ -69,8 +70,7 @@ def save(
     step = values.pop("step")
     Manifest(__version__, step, values, {}).to_bytes()  # raises before anything is written
     try:
-        durable.make(directory)
-        with durable.locked(directory):
+        with durable.made(directory), durable.locked(directory):
             _sweep(directory)
             before: frozenset[str] | None = frozenset(os.listdir(directory))
             try:

@@ -61,9 +61,23 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def make(directory: Path) -> None:
-    """Create a folder and its parents, unless they exist."""
+@contextmanager
+def made(directory: Path) -> Iterator[None]:
+    """Make a folder and its parents, unless they exist. After an error in the block, remove the new
+    folders, if they are empty."""
+    new = [each for each in (directory, *directory.parents) if not os.path.lexists(each)]
+    try:
+        _make(directory)
+        yield
+    except BaseException:
+        for folder in new:
+            with suppress(OSError):  # it has files
+                folder.rmdir()
+        raise
+
+
+def _make(directory: Path) -> None:
     if not directory.is_dir():
-        make(directory.parent)
+        _make(directory.parent)
         directory.mkdir(exist_ok=True)
         sync(directory.parent)

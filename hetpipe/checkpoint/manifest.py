@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE
-from hetpipe.checkpoint.tensors import Outline, Tensors
+from hetpipe.checkpoint.tensors import Array, Outline, Tensors
 from hetpipe.errors import CheckpointError
 from hetpipe.files import open_regular, read_bytes
 from hetpipe.records import Count, Source
@@ -174,22 +176,24 @@ def file_parts(tensors: Tensors) -> Iterator[bytes | memoryview]:
 
 def open_tensors(path: Path, file: TensorFile) -> Tensors:
     """Check every byte of a file, and return its tensors. The open file serves later reads, even if
-    it is removed. Raises `CheckpointError` for a missing or changed file."""
+    it is removed. Raises `CheckpointError` for a missing or changed file, then and later."""
     try:
-        nbytes = path.stat().st_size
+        content = _Content(path)
+        nbytes = os.fstat(content.fileno()).st_size
         if nbytes != file.nbytes:
             raise CheckpointError(f"{path} has {nbytes} bytes, not the {file.nbytes} saved; {CURE}")
-        sha256 = _sha256(path)
+        sha256 = content.sha256()
         if sha256 != file.sha256:
             raise CheckpointError(
                 f"{path} was altered: its SHA-256 is {sha256}, not {file.sha256}; {CURE}"
             )
-        opened: Any = safe_open(path, "np")
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        outlines = {
-            name: Outline(tuple(part.get_shape()), np.dtype(_NAMES[part.get_dtype()]))
-            for name, part in slices.items()
-        }
+        with safe_open(path, "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            outlines = {
+                name: Outline(tuple(part.get_shape()), np.dtype(_NAMES[part.get_dtype()]))
+                for name, part in slices.items()
+            }
+        begins = content.begins()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; {CURE}") from error
     except OSError as error:
@@ -198,12 +202,46 @@ def open_tensors(path: Path, file: TensorFile) -> Tensors:
         raise CheckpointError(f"{path} is no safetensors file: {error}; {CURE}") from error
     if len(outlines) != file.tensors:
         raise CheckpointError(f"{path} has {len(outlines)} tensors, not {file.tensors}; {CURE}")
-    return Tensors(outlines, lambda names: map(opened.get_tensor, names))
+    return Tensors(outlines, lambda names: (content.tensor(begins[n], outlines[n]) for n in names))
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path, None) as file:
-        while part := file.read(2**20):
+class _Content:
+    """An open file of tensors.
+
+    It is read, not mapped into memory: there a fault of the disk would kill this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, open_regular(path, None)
+        weakref.finalize(self, self._file.close)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        while part := self._file.read(2**20):
             digest.update(part)
-    return digest.hexdigest()
+        return digest.hexdigest()
+
+    def begins(self) -> dict[str, int]:
+        """Return the offset of each tensor, of a valid file."""
+        self._file.seek(0)
+        length = int.from_bytes(self._file.read(8), "little")
+        header = json.loads(self._file.read(length))
+        header.pop("__metadata__", None)
+        return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+    def tensor(self, begin: int, outline: Outline) -> Array:
+        """Read a tensor. Raises `CheckpointError`."""
+        array = np.empty(outline.shape, outline.dtype.newbyteorder("<"))
+        rest = array.reshape(-1).view(np.uint8).data
+        try:
+            while rest:  # the system may read less than asked for
+                count = os.preadv(self.fileno(), [rest], begin)
+                if count == 0:
+                    raise OSError("it has become shorter")
+                rest, begin = rest[count:], begin + count
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._path}: {error}; {CURE}") from error
+        return array.astype(outline.dtype, copy=False)

@@ -50,12 +50,16 @@ def _joined(outlines: Mapping[str, Outline], parts: SplitParameters) -> dict[str
 
 
 def split(tensors: Tensors, parts: SplitParameters) -> Tensors:
-    """Return tensors with the model's names by the graphs' names."""
+    """Return tensors with the model's names by the graphs' names. A tensor that is read for one of
+    its parts is kept until the other part is read."""
+    kept: dict[str, Array] = {}
 
     def each(names: Sequence[str]) -> Iterator[Array]:
         for name in names:
-            whole = parts.whole(name)
-            yield parts.split({whole: tensors[whole]})[name]
+            if name not in kept:
+                whole = parts.whole(name)
+                kept.update(parts.split({whole: tensors[whole]}))
+            yield kept.pop(name)
 
     empty = {
         n: np.broadcast_to(np.zeros((), o.dtype), o.shape) for n, o in tensors.outlines.items()

@@ -80,10 +80,12 @@ class Saving(Facts):
         """Continue from a checkpoint, with the present plan; return the notes of `save`.
 
         Weights, optimizer state and counts become the checkpoint's; later training is lost. Raises
-        `CheckpointError` as `load` does; then nothing has changed.
+        `CheckpointError` as `load` does; then nothing has changed. If a file was read only in part,
+        every later call says so, until a restore succeeds.
         """
         saved = load_checkpoint(user_path(directory, CheckpointError))
         with self._guard("restore"):
-            self._delivery.settle_anyway()
+            if not self._training.stages.fault:
+                self._delivery.settle_anyway()
             self._training.restore(saved)
         return progress_of(saved).notes

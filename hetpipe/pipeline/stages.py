@@ -171,6 +171,16 @@ def _unread(
     }
 
 
+def _fault(values: Checkpoint | None, error: HetpipeError) -> str:
+    """Return the message of later calls after a load that failed with an error."""
+    source = values.directory if values is not None else None
+    return (
+        f"the last {'load' if source is None else f'restore of {source}'} of this pipeline has "
+        "failed, and its stages have only a part of the values: restore() a checkpoint, or close "
+        f"the pipeline. The error was: {error}"
+    )
+
+
 def _with(stage: StageGraphs, other: StageGraphs, field: str) -> StageGraphs:
     """Return the stage, with the forwards of another in the field `evaluation` or `inference`."""
     forwards = {size: passes.forward for size, passes in other.passes.items()}
@@ -203,6 +213,8 @@ class Stages:
         self.unread: dict[str, dict[str, Array]] = {}
         """By role, the values of a checkpoint that no forward reads if nothing is trained: a batch
         norm's count of mini-batches, or the parameters of a loss until `evaluate` reads them."""
+        self.fault = ""
+        """Why the stages have only a part of their values, or ""."""
         self.took_s = 0.0  # seconds of the last load or move
         self._own_load = 0
 
@@ -216,6 +228,8 @@ class Stages:
         """Raise `HetpipeError` if another pipeline or profile has loaded its stages on the crew."""
         if self._crew.load_count != self._own_load:
             self._crew.check()  # the reason may be a failed worker in a load of this pipeline
+            if self.fault:
+                raise HetpipeError(self.fault)
             raise HetpipeError(
                 "this pipeline's crew now has the stages of another pipeline or of a profile, but "
                 "a crew serves one pipeline at a time: give each pipeline a separate crew, or "
@@ -246,9 +260,15 @@ class Stages:
         members = [stage.devices for stage in self.plan.stages]
         keep = self._keep(updates, step)
         sizes = set().union(*self.sizes.values())
-        crew.load(traced.graphs, members, initial, keep=keep, shares=traced.shares, sizes=sizes)
-        for role, tensors in rest.items():
-            crew.write(role, tensors)
+        before = crew.load_count
+        try:
+            crew.load(traced.graphs, members, initial, keep=keep, shares=traced.shares, sizes=sizes)
+            for role, tensors in rest.items():
+                crew.write(role, tensors)
+        except HetpipeError as error:
+            if crew.load_count != before:
+                self.fault = _fault(values, error)
+            raise
         self._begin(traced)
         self.took_s = time.monotonic() - begin_s
         self._progress(doing, 1, 1)
@@ -306,7 +326,7 @@ class Stages:
 
     def _begin(self, traced: _Traced) -> None:
         """Note that the workers have these stages now."""
-        self._own_load = self._crew.load_count
+        self._own_load, self.fault = self._crew.load_count, ""
         self.schedules = traced.schedules
         stream, policy = traced.stream, self.plan.policy
         self.streaming = None if stream is None else Streaming(self._crew, stream, policy)

@@ -133,5 +133,8 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(crew: Crew, tmp_path:
         with pytest.raises(CheckpointError, match=r"param '\w+\.\w+' is not finite"):
             pipe.save(tmp_path)
         assert (tmp_path / "manifest.json").read_bytes() == before
+        with pytest.raises(CheckpointError, match="is not finite"):
+            pipe.save(tmp_path / "new" / "folder")
+        assert not (tmp_path / "new").exists()
         pipe.save(tmp_path, force=True)
         assert (tmp_path / "manifest.json").read_bytes() != before

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from delayed import ADAM, SGD, batch, loss_fn, task
 from pipelines import pipeline
 
 import hetpipe as hp
+from hetpipe import checkpoint
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CheckpointError, PlanError
+from hetpipe.errors import CheckpointError, HetpipeError, PlanError
 
 STEPS = 12
 
@@ -114,3 +117,40 @@ def test_another_model_is_refused(crew: Crew, tmp_path: Path) -> None:
             tmp_path, model, loss_fn, batch(0), cluster=crew.cluster, crew=crew,
             optimizer=ADAM[0], microbatches=1, schedule="1f1b", cuts=[1],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["flush", "stash"])
+def test_a_restore_that_breaks_off_in_mid_file_can_be_repeated(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    def cut_after_load(folder: Path) -> checkpoint.Checkpoint:
+        saved = checkpoint.load(folder)
+        (states,) = folder.glob("state-*")
+        os.truncate(states, states.stat().st_size - 8)
+        return saved
+
+    with open_straight(crew, 3, weights) as pipe:
+        run(pipe, 0, 2)
+        pipe.save(tmp_path / "intact")
+        pipe.save(tmp_path / "cut")
+        wanted = pipe.state_dict()
+        run(pipe, 2, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr("hetpipe.pipeline.saving.load_checkpoint", cut_after_load)
+            with pytest.raises(CheckpointError, match=r"cannot read .*/cut/state-.*shorter"):
+                pipe.restore(tmp_path / "cut")
+        calls: list[Callable[[], Any]] = [
+            lambda: pipe.step(*batch(4)), lambda: next(pipe.run([batch(4)])), pipe.state_dict,
+            lambda: pipe.evaluate([batch(4)]), lambda: pipe.save(tmp_path / "cut"),
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(HetpipeError, match=r"restore of .*/cut .* failed.*state-.*shorter"):
+                call()
+        pipe.restore(tmp_path / "intact")
+        assert pipe.steps == 2
+        assert all(torch.equal(wanted[name], v) for name, v in pipe.state_dict().items())
+        run(pipe, 2, 4)
+        wanted = pipe.state_dict()
+    with open_resumed(crew, tmp_path / "intact", 3, weights) as pipe:
+        run(pipe, 2, 4)
+        assert all(torch.equal(wanted[name], v) for name, v in pipe.state_dict().items())

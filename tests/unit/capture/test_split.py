@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from hetpipe.capture import Captured
 from hetpipe.capture.passes.split_layers import SplitParameters
 from hetpipe.capture.passes.update_programs import check_elementwise
 from hetpipe.capture.precision import Precision
+from hetpipe.checkpoint.tensors import Outline, Tensors
 from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.pipeline.present import split
 from hetpipe.plan.plan import Plan, Split, StagePlan, splits_of
 
 PLAN = Plan(
@@ -308,3 +310,21 @@ def test_a_plan_whose_splits_differ_from_its_layers_is_refused() -> None:
 def test_a_split_option_of_a_wrong_type_is_refused(value: Any) -> None:
     with pytest.raises(PlanError, match=r"split=.*: give "):
         splits_of(value)
+
+
+def test_a_tensor_is_read_once_for_both_parts() -> None:
+    read: list[str] = []
+
+    def each(names: Sequence[str]) -> Iterator[Any]:
+        for name in names:
+            read.append(name)
+            yield np.arange(6.0).reshape(3, 2)
+
+    outline = Outline((3, 2), np.dtype(float))
+    whole = Tensors({"a.weight": outline, "m/a.weight": outline, "b": outline}, each)
+    parts = split(whole, SplitParameters({"a.weight": 2}))
+    names = ["a.weight[:2]", "b", "m/a.weight[:2]", "a.weight[2:]", "m/a.weight[2:]"]
+    values = [parts[name] for name in names]
+    assert read == ["a.weight", "b", "m/a.weight"]
+    assert [len(value) for value in values] == [2, 3, 2, 1, 1]
+    assert np.array_equal(values[3], [[4.0, 5.0]])

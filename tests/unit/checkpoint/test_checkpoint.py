@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from hetpipe import checkpoint
 from hetpipe.checkpoint import durable
+from hetpipe.checkpoint.tensors import Outline, Tensors
 from hetpipe.errors import CheckpointError
 
 ROLES = ("param", "buffer", "state")
@@ -159,6 +160,14 @@ def test_tensors_can_be_read_after_the_next_save(saved):
     found = checkpoint.load(saved)
     save(saved, 8)
     assert_same(found.tensors, arrays(7))
+
+
+def test_a_file_that_becomes_shorter_while_it_is_open_is_an_error(saved):
+    """A map of the file would end the process."""
+    found = checkpoint.load(saved)
+    os.truncate(files(saved)["param"], 64)
+    with pytest.raises(CheckpointError, match=r"cannot read .*param-.*shorter; copy"):
+        found.tensors["param"].arrays()
 
 
 def test_a_step_can_be_saved_twice(saved):
@@ -447,6 +456,19 @@ def test_a_first_save_on_a_full_disk_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_first_save_leaves_no_folder(tmp_path):
+    def refuse(names):
+        raise CheckpointError("no such value")
+
+    (tmp_path / "kept").mkdir()
+    tensors = {"param": Tensors({"w": Outline((2,), np.dtype("f4"))}, refuse)}
+    for folder in (tmp_path / "kept", tmp_path / "new" / "folder"):
+        with pytest.raises(CheckpointError, match="no such value"):
+            checkpoint.save(folder, tensors, {"step": 1})
+    assert list(tmp_path.iterdir()) == [tmp_path / "kept"]
+    assert not os.listdir(tmp_path / "kept")
 
 
 def test_an_interrupted_save_leaves_nothing(saved, monkeypatch):
