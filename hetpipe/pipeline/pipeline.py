@@ -32,7 +32,7 @@ from hetpipe.pipeline.model_state import as_tensors, states_of
 from hetpipe.pipeline.options import records_of
 from hetpipe.pipeline.planning import microbatches_of
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
-from hetpipe.pipeline.remote import Remote
+from hetpipe.pipeline.remote import Remote, refuse_remote
 from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving
 from hetpipe.pipeline.setup import resolve, set_up
@@ -175,6 +175,7 @@ class Pipeline(Saving):
 
         An interrupt waits until the update is complete. Then `fit` saves, if it has a folder.
         """
+        refuse_remote(batches, eval_data)
         task = task_of(epochs, batches, eval_data, metrics, callbacks, options)
         if task.settings.ema:
             check_average(self._training)
@@ -216,6 +217,7 @@ class Pipeline(Saving):
         number of samples. Raises `HetpipeError` if the output has a tensor whose first dimension is
         not the samples.
         """
+        refuse_remote(x)
         (output,) = self._delivery.predict([x], ema)
         return output
 

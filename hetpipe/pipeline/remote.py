@@ -44,6 +44,13 @@ class Remote:
         raise HetpipeError(f"{self}: only pipe.run reads mini-batches on the hosts of the workers")
 
 
+def refuse_remote(*sources: object) -> None:
+    """Raise `HetpipeError` for a `Remote` in a call other than `run`."""
+    for source in sources:
+        if isinstance(source, Remote):
+            iter(source)
+
+
 class Present(NamedTuple):
     """Stands for a mini-batch that the workers have read."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,19 @@ def test_what_a_remote_source_cannot_serve_is_refused(two: Crew) -> None:
         remote("batches", count=lambda: 3)
     source = remote("batches", count=2)
     with opened(two) as pipe:
-        with pytest.raises(HetpipeError, match=r"only pipe\.run reads"):
-            pipe.evaluate(source)
-        with pytest.raises(HetpipeError, match=r"only pipe\.run reads"):
-            pipe.fit(source, 1, progress=False)
+        here: list[Any] = list(remote_data.batches(2))
+        calls: dict[str, Callable[[], Any]] = {
+            "evaluate": lambda: pipe.evaluate(source),  # type: ignore[arg-type]
+            "predict": lambda: pipe.predict(source),
+            "predict_batches": lambda: next(pipe.predict_batches(source)),
+            "fit": lambda: pipe.fit(source, 1, progress=False),
+            "fit with a function": lambda: pipe.fit(lambda epoch: source, 1, progress=False),
+            "fit with eval_data": lambda: pipe.fit(here, 1, eval_data=source, progress=False),
+        }
+        for call in calls.values():
+            with pytest.raises(HetpipeError, match=rf"^{re.escape(str(source))}: only pipe\.run"):
+                call()
+        assert pipe.steps == 0
     with (
         opened(two, schedule="pipedream") as pipe,
         pytest.raises(HetpipeError, match="the schedule pipedream, which does not flush"),
