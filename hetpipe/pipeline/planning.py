@@ -279,6 +279,7 @@ class Planning:
 
 
 NOTE = "nothing was measured for this plan, so its times and memory are unknown"
+DEPTHS = "stages have the depths of {}; with priced=True hetpipe measures, and chooses the depths"
 ENDLESS_NBYTES = 1 << 62
 
 
@@ -295,6 +296,8 @@ def free_table(model: str, graph: LayerGraph, devices: Sequence[str], label: Lab
 
 
 def without_price(plan: Plan) -> Plan:
-    """Return a plan that was made with `free_table`, with a note that its costs are unknown."""
+    """Return a plan that was made with `free_table`. Notes name the unknown figures and choices."""
     stages = tuple(replace(stage, capacity_nbytes=0) for stage in plan.stages)
-    return replace(plan, stages=stages, interval_s=None, notes=(NOTE,))
+    chooses = len(stages) > 1 and plan.rule.any_depth
+    notes = (NOTE, *([DEPTHS.format(plan.schedule)] if chooses else []))
+    return replace(plan, stages=stages, interval_s=None, notes=notes)
