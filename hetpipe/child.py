@@ -23,7 +23,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from typing import Any
 
 from hetpipe import process
 from hetpipe.errors import HetpipeError
+from hetpipe.memory import anonymous_file
 
 GRACE_S = 10.0
 """Time limit for a child to end after it has closed its standard output."""
@@ -80,7 +80,7 @@ class Child:
     ) -> None:
         self.module = module
         parent = {process.PARENT: str(os.getpid())}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._log = open(anonymous_file(), "r+b")  # noqa: SIM115 - `close` closes it
         try:
             with _pinned(cores):
                 self._process = subprocess.Popen(

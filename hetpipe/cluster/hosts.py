@@ -80,10 +80,7 @@ def members_of(
     if wanted[own] != []:
         found[own] = _placed(hosts.own, local_members(None, wanted[own], speeds[own], None))
     for name, finish in finishes.items():
-        try:
-            found[name] = _placed(hosts.others[name].facts, finish(DESCRIBE_S))
-        except HetpipeError as error:
-            raise type(error)(f"host {name!r}: {error}") from error
+        found[name] = _placed(hosts.others[name].facts, finish(DESCRIBE_S))
     return tuple(member for members in found.values() for member in members)
 
 

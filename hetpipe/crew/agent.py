@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.fleet import Fleet
@@ -59,19 +59,25 @@ def stay(address: tuple[str, int], name: str) -> None:
 
     visitors = {CONTROL: Visitor(check, visit), WIRE: wires.visitor}
     door = Door(address, secret, facts, visitors)
-    print(f"{facts.name} listens on {door.address[0]} port {door.address[1]}", flush=True)
+    _say(f"{facts.name} listens on {door.address[0]} port {door.address[1]}")
     try:
         while True:
             stream, controller = visits.get()
-            print(f"works for {controller.name}", flush=True)
+            _say(f"works for {controller.name}")
             try:
                 reason = Agent(stream, controller, Outside(wires, secret)).serve()
             except Exception as error:
                 reason = summary(error)
-            print(f"no longer works for {controller.name}{reason and ': '}{reason}", flush=True)
+            _say(f"no longer works for {controller.name}{reason and ': '}{reason}")
             served.clear()
     finally:
         door.close()
+
+
+def _say(line: str, file: TextIO | None = None) -> None:
+    """Print a line, unless the disk with the agent's log is full."""
+    with suppress(OSError):
+        print(line, file=file, flush=True)
 
 
 SOON_S = 0.5
@@ -137,7 +143,7 @@ class Agent:
 
     def _tell_loss(self, reason: str) -> None:
         name = self._connection.peer
-        print(f"hetpipe: the controller {name!r} is lost: {reason}", file=sys.stderr, flush=True)
+        _say(f"hetpipe: the controller {name!r} is lost: {reason}", sys.stderr)
 
     def _pass_on(self, address: Address, message: Packed) -> None:
         self._tell(address.crew, lambda fleet: fleet.send(address.worker, message))

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -114,11 +114,17 @@ class RemoteHost:
 
     def _arrived(self, address: Address, message: Packed) -> None:
         if address.crew == 0:
-            answer = message.unpack()
+            answer = self._named(message.unpack())
             if answer.number in self._answers:
                 self._answers[answer.number].put(answer)
         elif (crew := self.crews.get(address.crew)) is not None:
             crew.arrived(address.worker, message.unpack())
+
+    def _named(self, answer: Answer) -> Answer:
+        """Return an answer whose error names the host."""
+        if (error := answer.error) is None:
+            return answer
+        return replace(answer, error=type(error)(f"host {self.name!r}: {error}"))
 
     def _ended(self, reason: str) -> None:
         self.lost = reason

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from hetpipe.errors import ClusterError
+from hetpipe.memory import anonymous_file
 
 READ_NBYTES = 256 * 1024
 HANDSHAKE_S = 10.0
@@ -42,7 +43,7 @@ def tls_context(secret: bytes, *, server: bool) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     if server:
         context.num_tickets = 0  # nothing follows the handshake, so the plain stream can follow it
-    memory = os.memfd_create("hetpipe-identity")
+    memory = anonymous_file()
     try:
         os.write(memory, certificate + key)
         context.load_cert_chain(f"/proc/self/fd/{memory}")

@@ -13,13 +13,14 @@ import mmap
 import os
 import socket
 import struct
-import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hetpipe.memory import anonymous_file
 from hetpipe.packing import Packed, pack
 
 INLINE_NBYTES = 32 * 1024
@@ -33,17 +34,6 @@ KEPT_FILES = 4
 _HEAD = struct.Struct("<QIB")
 INLINE, OWN_FILE, KEPT_FILE = range(3)
 FREE, TAKEN = 0, 1  # the first byte of a kept file; the body begins at `ALIGN`
-
-
-def anonymous_file(nbytes: int) -> int:
-    """Return a descriptor of unnamed shared memory, `nbytes` long."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("hetpipe")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, nbytes)
-    return fd
 
 
 def aligned(offset: int) -> int:
@@ -134,10 +124,8 @@ class _KeptFile:
 
     def __init__(self, nbytes: int) -> None:
         self.fd = anonymous_file(nbytes)
+        weakref.finalize(self, os.close, self.fd)
         self.memory = mmap.mmap(self.fd, nbytes)
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 class _KeptFiles:

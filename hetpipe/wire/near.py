@@ -14,8 +14,8 @@ from typing import Any
 
 from hetpipe.cluster.topology import Link
 from hetpipe.errors import WorkerError
+from hetpipe.memory import anonymous_file
 from hetpipe.sdk.backend import Device
-from hetpipe.wire.channel import anonymous_file
 from hetpipe.wire.sharedmemory import Ring, RingInlet, RingOutlet, RingPort
 from hetpipe.wire.stream import Arrival, PlainStream, StreamPort, prepare
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port

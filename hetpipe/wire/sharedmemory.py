@@ -22,8 +22,8 @@ import numpy as np
 
 from hetpipe.cluster.topology import Link
 from hetpipe.errors import BackendError
+from hetpipe.memory import anonymous_file
 from hetpipe.sdk.backend import Buffer, Device, Window
-from hetpipe.wire.channel import anonymous_file
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port, Tensor, to_host
 from hetpipe.wire.wire import Array, Kind, Layout, Wire, arrays_in, offsets
 

@@ -5,6 +5,7 @@ If the error's text names no operator, the graph is compiled or run again, opera
 
 from __future__ import annotations
 
+import errno
 import time
 import traceback
 from collections import Counter
@@ -70,7 +71,9 @@ def summary(error: BaseException) -> str:
         return refusal
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}".rstrip(": ") + place
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    cure = "; free space there, or set TMPDIR or HETPIPE_CACHE to a folder with space"
+    return f"{type(error).__name__}: {error}".rstrip(": ") + place + (cure if full else "")
 
 
 def trace_of(error: BaseException) -> str:

@@ -4,7 +4,7 @@
 
 The hosts h0 (controller) and h1 (agent) are network namespaces, so this needs root. A training must
 end in time, name the lost host, leave no process, and leave a whole checkpoint or none. An intruder
-must be refused in time, and the training must go on.
+must be refused in time, and the training must go on, as it must if the agent's disks are full.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from crews import eventually  # noqa: E402
 from networks import Network, network  # noqa: E402
 
 from hetpipe import __version__  # noqa: E402
+from hetpipe.caches import cache_folder  # noqa: E402
 
 SECRET = {"HETPIPE_SECRET": "a secret of the tests alone", "PYTHONUNBUFFERED": "1"}
 OTHER_SECRET = {**SECRET, "HETPIPE_SECRET": "another secret of the tests"}
@@ -179,6 +180,14 @@ def _full_after_meeting(run: Run) -> None:
     eventually(lambda: run.phase == "save", LATEST_S)
 
 
+def _fill_disks_of_agent(run: Run) -> None:
+    """Put full disks in the place of the folders to which an agent and its workers may write."""
+    for folder in (cache_folder("costs").parent, *map(Path, ("/tmp", "/var/tmp", "/dev/shm"))):
+        inside = "nsenter", "--mount", "--target", str(run.training[H1].pid)
+        fill = 'mount -t tmpfs -o size=4k full "$0" && head -c 4096 /dev/zero > "$0/full"'
+        subprocess.run([*inside, "sh", "-c", fill, str(folder)], check=True)
+
+
 class Event(NamedTuple):
     """Ends a training. `host` is the one whose end counts, `names` what it must name."""
 
@@ -196,6 +205,12 @@ def _ends_h1(limit_s: float, happen: Callable[[Run], None]) -> Event:
     return Event(limit_s, H1, happen, H0)
 
 
+class Strain(NamedTuple):
+    """Must not end a training."""
+
+    happen: Callable[[Run], None]
+
+
 class Intruder(NamedTuple):
     """Calls while a training runs. `reason` is what it must be told."""
 
@@ -210,7 +225,7 @@ def _agent(version: str, environment: dict[str, str]) -> Callable[[Run], subproc
     )
 
 
-EVENTS: dict[str, Event | Intruder] = {
+EVENTS: dict[str, Event | Strain | Intruder] = {
     "kill-worker": _ends_h0(QUICK_S, _signal(signal.SIGKILL, H1, "worker")),
     "kill-agent": _ends_h0(QUICK_S, _signal(signal.SIGKILL, H1, "main")),
     "kill-controller": _ends_h1(QUICK_S, _signal(signal.SIGKILL, H0, "main")),
@@ -222,6 +237,7 @@ EVENTS: dict[str, Event | Intruder] = {
     "cut": _ends_h0(SILENT_S, _cut),
     "switch-off": _ends_h0(SILENT_S, _switch_off),
     "full-disk": Event(QUICK_S, H0, _full_after_meeting, "No space left"),
+    "full-agent": Strain(_fill_disks_of_agent),
     "wrong-secret": Intruder(_agent(__version__, OTHER_SECRET), "another secret"),
     "other-version": Intruder(_agent("0.0.1", SECRET), "install one version"),
     "too-many": Intruder(_agent(__version__, SECRET), "all 2 hosts have met"),
@@ -332,13 +348,29 @@ def _intrude(intruder: Intruder, moment_s: float, number: int) -> tuple[str, flo
             problems.append(f"{guest.returncode}, {text[-300:]!r}")
         if took_s > QUICK_S:
             problems.append(f"took {took_s:.1f} s")
-        seen = {run.phase}
-        eventually(lambda: (seen.add(run.phase), {"step", "save"} <= seen)[1], LATEST_S)
-        if any(each.poll() is not None for each in run.training.values()):
-            problems.append(f"the training has ended: {run.words(H0)}")
-        if not {"step", "save"} <= seen:
-            problems.append(f"the training does not go on: {seen}")
-        return phase, took_s, problems
+        return phase, took_s, problems + _problems_of_going_on(run)
+
+
+def _strain(strain: Strain, moment_s: float, number: int) -> tuple[str, float, list[str]]:
+    """Return the phase, the seconds until the training has saved again, and what is wrong."""
+    with _running(number, stays=False) as run:
+        time.sleep(moment_s)
+        phase = run.phase
+        strain.happen(run)
+        begin_s = time.monotonic()
+        problems = _problems_of_going_on(run)
+        return phase, time.monotonic() - begin_s, problems
+
+
+def _problems_of_going_on(run: Run) -> list[str]:
+    """Return why a training does not go on."""
+    seen = {run.phase}
+    eventually(lambda: (seen.add(run.phase), {"step", "save"} <= seen)[1], LATEST_S)
+    if any(each.poll() is not None for each in run.training.values()):
+        return [f"the training has ended: {run.words(H0)} {run.words(H1)}"]
+    if not {"step", "save"} <= seen:
+        return [f"the training does not go on: {seen}"]
+    return []
 
 
 def main() -> int:
@@ -356,6 +388,8 @@ def main() -> int:
             moment_s = chance.uniform(0.0, chosen.longest_s if number % 2 else STEPS_S)
             if isinstance(event, Event):
                 phase, took_s, problems = _break(event, moment_s, number)
+            elif isinstance(event, Strain):
+                phase, took_s, problems = _strain(event, moment_s, number)
             else:
                 phase, took_s, problems = _intrude(event, moment_s, number)
             ends.append(took_s)

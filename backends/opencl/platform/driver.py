@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from hetpipe.errors import BackendError
+from hetpipe.memory import anonymous_file
 
 from .runtimes import EMULATORS, POCL, prepare
 
@@ -51,7 +51,7 @@ def _write_callers_once() -> None:
 def _without_noise() -> Iterator[None]:
     """Hide the lines that Intel's runtime prints on processors of other makers, and only these."""
     saved = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
+    with open(anonymous_file(), "r+b") as caught:
         os.dup2(caught.fileno(), 2)
         try:
             yield

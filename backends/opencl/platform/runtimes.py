@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hetpipe.caches import cache_folder, problem_of, warn_once
 from hetpipe.errors import HetpipeError
+from hetpipe.files import write_beside
 from hetpipe.sdk.backend import Finding
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
@@ -150,7 +151,9 @@ def _register(libraries: list[Path]) -> list[Finding]:
     folder = _cache() / f"icd-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in entries.items():
-        _write(folder / name, text)
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            write_beside(path, text)
     _set("OCL_ICD_VENDORS", str(folder))
     names = ", ".join(INTEL[path.name] for path in libraries)
     return [("repaired", f"registered {names} through OCL_ICD_VENDORS={folder}", "")]
@@ -250,15 +253,6 @@ def _user_set(name: str) -> bool:
 
 def _set(name: str, value: str) -> None:
     os.environ[name] = os.environ[OURS + name] = value
-
-
-def _write(path: Path, text: str) -> None:
-    """Write atomically: another process may be reading or writing the same file."""
-    if path.exists() and path.read_text() == text:
-        return
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
 
 
 @cache
