@@ -81,7 +81,8 @@ def launch(cluster: Cluster, timing: Timing) -> Launched:
         return Launched(fleet, control)
     transport, sharing = transport_of(cluster.transport), cluster.members_sharing_cores
     if transport.in_threads:
-        orders = _orders(cluster, _workers(cluster, in_threads=True), timing, sharing, None)
+        workers = _workers(cluster, sharing, in_threads=True)
+        orders = _orders(cluster, workers, timing, sharing, None)
         fleet = ThreadFleet(control, orders, transport)
     else:
         fleet = launch_here(cluster, control, timing, Plugboard(transport), sharing)
@@ -102,7 +103,7 @@ def launch_here(
 ) -> Fleet:
     """Start processes of this host. `sharing` are the members that share cores with others."""
     transport = transport_of(cluster.transport)
-    workers = _workers(cluster, in_threads=False)
+    workers = _workers(cluster, sharing, in_threads=False)
     host, meeting = None, None
     if transport.meets:
         host, address = import_module(transport.module).host()
@@ -162,9 +163,11 @@ def _check_members(cluster: Cluster) -> None:
         )
 
 
-def _workers(cluster: Cluster, *, in_threads: bool) -> list[_Worker]:
+def _workers(cluster: Cluster, sharing: Collection[str], *, in_threads: bool) -> list[_Worker]:
     configure_backends(cluster)
-    return [_worker(m, in_threads, cluster.places.get(m.id)) for m in cluster.members]
+    return [
+        _worker(m, m.id in sharing, in_threads, cluster.places.get(m.id)) for m in cluster.members
+    ]
 
 
 def _orders(
@@ -206,13 +209,13 @@ def configure_backends(cluster: Cluster) -> None:
             ) from error
 
 
-def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
+def _worker(member: Member, shares: bool, in_thread: bool, place: str | None) -> _Worker:
     """Return a member's worker. Errors begin with `place`, the device's line in a cluster file."""
     try:
         if in_thread:
             return _Worker(member, _info(member))
         backend, info = _reference(member), _info(member)
-        settings = settings_of(member, info)
+        settings = settings_of(member, info, shares)
         server_for(settings)  # imports torch while the next member's device is searched
         return _Worker(member, info, backend, settings)
     except HetpipeError as error:
@@ -264,11 +267,13 @@ activations to the system, and every micro-batch faults the pages in again, whic
 step."""
 
 
-def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
-    """Return the variables for a member's worker. Values of the member's backend replace values of
-    a companion."""
+def settings_of(member: Member, info: DeviceInfo, shares: bool) -> dict[str, str]:
+    """Return the variables for a member's worker, which may share cores with others. Values of the
+    member's backend replace values of a companion."""
     cores = len(member.cores) or len(os.sched_getaffinity(0))
     settings = usual_settings(cores)
+    if shares:  # idle threads sleep; by default they spin on cores that the other worker needs
+        settings["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     if companion := companion_of(info.backend):
         settings |= _backend_settings(companion, cores)
     return settings | _backend_settings(info, cores)

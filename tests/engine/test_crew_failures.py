@@ -265,6 +265,14 @@ def test_workers_are_set_up_before_they_import() -> None:
         assert crew.call(["m0"], "engine_backends:ignored_interrupts") == [True]
         assert crew.call(["m0"], "engine_backends:cores") == [[0]]
         assert crew.call(["m0"], "engine_backends:variable", "OMP_NUM_THREADS") == ["1"]
+        assert crew.call(["m0"], "engine_backends:variable", "OMP_WAIT_POLICY") == [None]
+
+
+def test_idle_threads_sleep_on_cores_that_workers_share() -> None:
+    members = Member("m0", "faulty:good:0", cores=(0,)), Member("m1", "faulty:good:0", cores=(0,))
+    with Crew.start(Cluster(members)) as crew:
+        found = crew.call(["m0", "m1"], "engine_backends:variable", "OMP_WAIT_POLICY")
+        assert found == ["PASSIVE", "PASSIVE"]
 
 
 def test_close_leaves_nothing() -> None:
