@@ -55,7 +55,10 @@ def cache_folder(kind: str) -> Path:
     problem = _problem_of_cache(base, kind, tighten_base=named is None)
     if not problem:
         return base / kind
-    folder = temporary() / kind
+    try:
+        folder = temporary() / kind
+    except HetpipeError as error:
+        raise HetpipeError(f"{base} can hold no cache ({problem}), and {error}") from error
     if trouble := _problem_of_cache(folder.parent, kind, tighten_base=True):
         raise HetpipeError(
             f"neither {base} ({problem}) nor {folder} ({trouble}) can hold a cache; free space, or "

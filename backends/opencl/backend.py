@@ -32,6 +32,7 @@ from .platform.runtimes import (
     POCL,
     RUNTIMES,
     Runtime,
+    check_cache,
     prepare,
     runtime_of,
     slug,
@@ -121,13 +122,14 @@ class OpenCLBackend(Backend):
     def place(self, device_id: str) -> tuple[Any, Runtime | None]:
         """Return pyopencl's device with this id, and its runtime if hetpipe knows the runtime.
 
-        Raises `BackendError` if this machine has no such device.
+        Raises `BackendError` if this machine has no such device, or no folder that it needs.
         """
         if device_id not in self._found:
             self.discover()
         if device_id not in self._found:
             known_ids = ", ".join(self._found) or "none"
             raise BackendError(f"no OpenCL device {device_id!r} here; found: {known_ids}")
+        check_cache(device_id, self._found[device_id][1])
         return self._found[device_id]
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:

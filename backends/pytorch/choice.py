@@ -6,9 +6,11 @@ the program's first inputs, and stores the fastest. So a later start neither mea
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +116,9 @@ class Chooser:
         try:
             way, data = compile_program(program, tensors)
         except Exception as error:  # and for a program that it cannot compile
-            text = next(iter(str(error).splitlines()), type(error).__name__)
+            lines = str(error).splitlines() or [type(error).__name__]
+            full = [line for line in lines[1:] if os.strerror(errno.ENOSPC) in line]
+            text = ": ".join([lines[0], *full[:1]])
             raise BackendError(
                 f"{self._info.id}: Inductor cannot compile a graph of {len(program.calls)} "
                 f'operators: {text}; set compile = "measured" or "eager" in [backend.pytorch]'

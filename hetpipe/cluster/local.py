@@ -10,7 +10,7 @@ from dataclasses import replace
 from hetpipe.check.selftest_process import trusted
 from hetpipe.cluster.member import Member, available_cores
 from hetpipe.errors import BackendError, ClusterError
-from hetpipe.sdk.host.registry import discover_devices
+from hetpipe.sdk.host.registry import backend_names, discover_devices, faults_of
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.words import near
 
@@ -111,7 +111,9 @@ def _named(
             if backend in failures:
                 raise BackendError(f"no device {name!r}: {failures[backend]}")
             hint = near(name, [info.id for info in infos])
-            raise ClusterError(f"no device {name!r}; {hint}{_overview(infos, failures)}")
+            faults = faults_of(backend) if backend in backend_names() else []
+            texts = f"no device {name!r}; {hint}{_overview(infos, failures)}", *faults
+            raise ClusterError("; ".join(texts))
         chosen += matches
     return chosen
 

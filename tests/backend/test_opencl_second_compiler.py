@@ -202,3 +202,12 @@ def test_a_full_disk_does_not_stop_compilation(
     monkeypatch.setattr(second_compiler, "TemporaryDirectory", full)
     (other,) = jobs = [job()]
     assert set(compiler.compile(jobs)) == {(other.source, ())}, "this process compiles all"
+
+
+def test_without_room_in_the_cache_nothing_is_compiled(
+    compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PoCL aborts the process if a file cannot be written."""
+    monkeypatch.setattr(second_compiler, "problem_of", lambda folder: "No space left on device")
+    with pytest.raises(BackendError, match=r"opencl:pocl:0 .* \(No space left on device\): free"):
+        compiler.compile([job()])

@@ -219,6 +219,17 @@ def test_a_graph_that_inductor_cannot_compile(
     assert "no lowering" in caplog.text
 
 
+def test_a_full_disk_is_named_as_the_reason(
+    inductor: Inductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("C++ compile error\n\ng++ ...\nx.s: No space left on device\nthe end")
+
+    monkeypatch.setattr(choice, "compile_program", fail)
+    with pytest.raises(BackendError, match=r"error: x.s: No space left on device; set"):
+        run_step(cpu_of(configured("inductor")))
+
+
 def test_an_error_during_a_comparison_names_the_device(
     inductor: Inductor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

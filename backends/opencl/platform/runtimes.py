@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from hetpipe.caches import cache_folder, problem_of, warn_once
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import BackendError, HetpipeError
 from hetpipe.files import write_beside
 from hetpipe.sdk.backend import Finding
 
@@ -120,6 +120,8 @@ def prepare() -> tuple[Finding, ...]:
         findings += [*_register(libraries), *_private_cache()]
     except (HetpipeError, OSError) as error:
         findings.append(("broken", f"OpenCL has no folder for its files: {error}", ""))
+        if not _user_set("POCL_CACHE_DIR"):
+            os.environ.pop("POCL_CACHE_DIR", None)  # it is the parent process's own
     findings += _no_launcher_cache()
     if not libraries and sys.platform == "linux" and platform.machine() == "x86_64":
         findings.append(("missing", " and ".join(INTEL.values()), EMULATORS))
@@ -233,6 +235,13 @@ def _private_cache() -> list[Finding]:
         return [("repaired", f"private kernel cache POCL_CACHE_DIR={folder}", "")]
     _set("POCL_CACHE_DIR", tempfile.mkdtemp(prefix="hetpipe-pocl-"))
     return [("repaired", f"temporary kernel cache {os.environ['POCL_CACHE_DIR']}", "")]
+
+
+def check_cache(device_id: str, runtime: Runtime | None) -> None:
+    """Raise `BackendError` for a runtime that compiles in a folder and has none."""
+    if runtime is not None and runtime.late and "POCL_CACHE_DIR" not in os.environ:
+        faults = (what for level, what, _ in prepare() if level == "broken")
+        raise BackendError(f"{device_id} compiles in a folder: {'; '.join(faults)}")
 
 
 def _no_launcher_cache() -> list[Finding]:

@@ -25,8 +25,10 @@ from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hetpipe.caches import problem_of
 from hetpipe.child import Child, ChildError
 from hetpipe.entries import key_of
+from hetpipe.errors import BackendError
 
 from ..platform.driver import driver, errors, quiet
 from . import specialise
@@ -55,9 +57,15 @@ class SecondCompiler:
 
         The caller builds the other programs from the runtime's cache. The second process is not
         used if there is little to compile, no second core or no room in the cache. Raises
-        `BackendError` with the compiler's log.
+        `BackendError` with the compiler's log, or if the cache has no room left.
         """
         new = [job for job in map(_unknown, jobs) if job.launches]
+        folder = Path(os.environ[CACHE])
+        if new and (problem := problem_of(folder)):  # the compiler would end this process
+            raise BackendError(
+                f"{self._device_id} compiles kernels in {folder}, which has become unusable "
+                f"({problem}): free space there, or set HETPIPE_CACHE to another folder"
+            )
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)
         queue: SimpleQueue[Job] = SimpleQueue()
         for job in sorted(new, key=lambda job: -len(job.source)):  # the longest sources first
@@ -66,13 +74,15 @@ class SecondCompiler:
         if cores is None:
             return self._compile_here(queue)
         try:
-            own_cache = TemporaryDirectory(dir=os.environ[CACHE])
+            own_cache = TemporaryDirectory(dir=folder)
         except OSError as error:
             log.info("the second compiler of %s has no cache: %s", self._device_id, error)
             return self._compile_here(queue)
-        with own_cache as folder:
+        with own_cache as other_folder:
             other = threading.Thread(
-                target=self._compile_elsewhere, args=(queue, cores, folder), name="second compiler"
+                target=self._compile_elsewhere,
+                args=(queue, cores, other_folder),
+                name="second compiler",
             )
             other.start()
             try:
@@ -81,7 +91,7 @@ class SecondCompiler:
                 for _ in _rest(queue):
                     pass
                 other.join()
-                _move(Path(folder), Path(os.environ[CACHE]))
+                _move(Path(other_folder), folder)
 
     def _compile_here(self, queue: SimpleQueue[Job]) -> dict[tuple[str, tuple[str, ...]], Any]:
         built = {}

@@ -229,11 +229,14 @@ def discover_devices(
 
 def absent(device_id: str, found: Iterable[str]) -> BackendError:
     """Return the error for a device that its backend does not find, with the backend's faults."""
-    broken = [
-        text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
-    ]
     there = choices(device_id, found)
-    return BackendError("; ".join([f"no device {device_id!r}; {there}", *broken]))
+    faults = faults_of(device_id.partition(":")[0])
+    return BackendError("; ".join([f"no device {device_id!r}; {there}", *faults]))
+
+
+def faults_of(name: str) -> list[str]:
+    """Return the faults among a backend's findings."""
+    return [text for level, text, _ in findings_of(name) if level == "broken"]
 
 
 def open_device(device_id: str) -> Device:
