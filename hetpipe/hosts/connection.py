@@ -136,9 +136,13 @@ class Connection:
         for piece in _pieces(parts):
             self._stream.sendall(b"".join((_RECORD.pack(BODY, number, len(piece)), piece)))
 
+    def expect_end(self) -> None:
+        """Do not call `on_end` when the other end closes the connection."""
+        self._closing = True
+
     def close(self) -> None:
         """End the connection; `on_end` is not called."""
-        self._closing = True
+        self.expect_end()
         self._stream.close()
 
     def _end(self, reason: str) -> None:

@@ -212,6 +212,7 @@ def _close(door: Door, others: Sequence[RemoteHost]) -> None:
 def dismiss(others: Sequence[RemoteHost], *, failed: bool) -> None:
     """Tell agents that they are needed no longer, and close the connections."""
     for other in others:
+        other.connection.expect_end()  # the agent may close its end before we close ours
         with suppress(WorkerError):
             other.send(Address(0, HOST), Goodbye(failed))
         other.connection.close()

@@ -216,7 +216,7 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
 def _copying(table: CostTable, device: str, link: LinkCost) -> float:
     """Return the share of a message's time in which the device's computing cores copy it."""
     in_host = is_host_memory(table.devices[device].memory_domain)
-    return link.copying if in_host and link.label in ("measured", "inferred") else 0.0
+    return link.copied if in_host else 0.0
 
 
 def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:

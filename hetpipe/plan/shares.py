@@ -107,9 +107,9 @@ def divide_samples(samples: int, speeds: Sequence[float]) -> list[int]:
 def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
     """Return the seconds in which replicas sum their gradients, with a separate link for each pair.
 
-    On links of this machine r replicas send each other all gradients, and upload the sums. On
-    modelled links they sum in a ring, as vendors' libraries do: the slowest link carries
-    2 (r - 1) / r of the bytes.
+    On links of this machine r replicas send each other all gradients, and upload the sums, which
+    takes twice the time in which a message's ends copy it. On modelled links they sum in a ring, as
+    vendors' libraries do: the slowest link carries 2 (r - 1) / r of the bytes.
     """
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     if _is_ring(table, devices):
@@ -120,7 +120,9 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
     seconds = []
     for here in devices:
         links = [table.link(here, there) for there in devices if there != here]
-        seconds.append(2 * sum(link.latency_s + nbytes / link.sum_Bps for link in links))
+        seconds.append(
+            sum((1 + 2 * link.copied) * (link.latency_s + nbytes / link.sum_Bps) for link in links)
+        )
     return max(seconds)
 
 

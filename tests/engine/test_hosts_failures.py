@@ -39,7 +39,7 @@ from hetpipe.crew.plugboard import Outside
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.facts import own_facts
-from hetpipe.hosts.hosts import HOST, Ask, Goodbye, Hosts
+from hetpipe.hosts.hosts import HOST, Ask, Goodbye, Hosts, RemoteHost, dismiss
 from hetpipe.hosts.meeting import call, parse_address
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
@@ -290,6 +290,28 @@ def test_an_error_at_an_agent_that_nobody_awaits_ends_the_crew() -> None:
     assert "Too many open files" in str(arrived.get(timeout=LIMIT_S))
     controller.close()
     agent._connection.close()
+
+
+def test_an_agent_may_end_while_the_controller_still_closes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = _pair()
+    host = RemoteHost(ours, own_facts("h1"), ("10.0.0.1", 1))
+    agent = Connection(theirs, "h0")
+    agent.start(lambda address, goodbye: agent.close(), lambda reason: None)
+    close = host.connection.close
+
+    def late() -> None:
+        def receives() -> bool:
+            return "hetpipe receive h1" in {each.name for each in threading.enumerate()}
+
+        assert eventually(lambda: not receives(), LIMIT_S)
+        close()
+
+    monkeypatch.setattr(host.connection, "close", late)
+    dismiss([host], failed=False)
+    assert not caplog.messages
+    assert not host.lost
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from tables import make_table, plan_by
@@ -12,6 +13,7 @@ from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict, stage_times
 from hetpipe.plan.proposal import Proposal
+from hetpipe.plan.shares import all_reduce_s
 
 
 def tables(speeds, sizes=(2, 4, 8, 16), **options):
@@ -71,6 +73,14 @@ def test_gradients_cross_in_both_directions():
     table = known[plan.share_samples]
     assert predict(plan, table).total_s == pytest.approx(plan.step_s)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("change", [{"copying": 0.0}, {"label": "emulated"}])
+def test_where_a_message_waits_for_its_link_sums_upload_in_no_time(change):
+    """Replicas send 8 MiB to each other at the same time, at 1 MiB/s and 0.5 s latency."""
+    (table,) = tables({"a": 1.0, "b": 1.0}, (4,), latency_s=0.5, bandwidth=float(1 << 20)).values()
+    links = {way: replace(link, **change) for way, link in table.links.items()}
+    assert all_reduce_s(replace(table, links=links), "ab", 0, 8) == pytest.approx(0.5 + 8)
 
 
 def test_shares_outside_the_measured_sizes_are_refused():
