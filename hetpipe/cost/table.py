@@ -139,12 +139,6 @@ class LinkCost:
         """The bandwidth of sums over replicas, in bytes per second."""
         return self.sum_speed * self.bandwidth_Bps
 
-    @property
-    def copied(self) -> float:
-        """The share of a message's time in which each end copies it: on a link whose time is not
-        real, 0."""
-        return self.copying if self.label in ("measured", "inferred") else 0.0
-
     def time_s(self, nbytes: int) -> float:
         """Return the seconds of a message of `nbytes`."""
         return self.latency_s + nbytes / self.bandwidth_Bps

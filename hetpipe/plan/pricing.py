@@ -11,6 +11,7 @@ from itertools import pairwise, permutations
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.shares import copying_share
 from hetpipe.plan.sharing import share_media
 from hetpipe.schedule.action import FORWARDS
 from hetpipe.schedule.generators import generate
@@ -216,7 +217,7 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
 def _copying(table: CostTable, device: str, link: LinkCost) -> float:
     """Return the share of a message's time in which the device's computing cores copy it."""
     in_host = is_host_memory(table.devices[device].memory_domain)
-    return link.copied if in_host else 0.0
+    return copying_share(link) if in_host else 0.0
 
 
 def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:

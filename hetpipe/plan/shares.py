@@ -9,7 +9,7 @@ from math import inf, isinf
 
 import numpy as np
 
-from hetpipe.cost.table import CostTable
+from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.costs import StageCosts
 from hetpipe.simulate.times import ring_s
 
@@ -120,10 +120,18 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
     seconds = []
     for here in devices:
         links = [table.link(here, there) for there in devices if there != here]
-        seconds.append(
-            sum((1 + 2 * link.copied) * (link.latency_s + nbytes / link.sum_Bps) for link in links)
-        )
+        seconds.append(sum(_sum_s(link, nbytes) for link in links))
     return max(seconds)
+
+
+def _sum_s(link: LinkCost, nbytes: int) -> float:
+    """Return the seconds in which a replica sends its gradients on a link and uploads a sum."""
+    return (1 + 2 * copying_share(link)) * (link.latency_s + nbytes / link.sum_Bps)
+
+
+def copying_share(link: LinkCost) -> float:
+    """Return the share of a message's time in which each of its ends copies it."""
+    return link.copying if link.label in ("measured", "inferred") else 0.0
 
 
 def all_reduce_nbytes(

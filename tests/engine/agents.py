@@ -18,6 +18,7 @@ from hetpipe.cluster import Cluster
 from hetpipe.crew.agent import serve_once
 from hetpipe.crew.crew import Crew
 from hetpipe.hosts.meeting import parse_address
+from hetpipe.hosts.tls import TlsStream
 
 SECRET = "a secret of the tests alone"
 
@@ -116,3 +117,18 @@ def call_until_it_fails(crew: Crew) -> None:
     while True:
         crew.call(list(crew.infos), "engine_backends:pid")
         time.sleep(0.05)
+
+
+def stream_pair() -> tuple[TlsStream, TlsStream]:
+    """Return both ends of an encrypted stream."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialed = socket.create_connection(server.getsockname()[:2])
+        accepted, _ = server.accept()
+    ends: list[TlsStream] = []
+    thread = threading.Thread(
+        target=lambda: ends.append(TlsStream(accepted, SECRET.encode(), server=True)), daemon=True
+    )
+    thread.start()
+    ours = TlsStream(dialed, SECRET.encode(), server=False)
+    thread.join()
+    return ours, ends[0]

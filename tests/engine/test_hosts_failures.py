@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import signal
@@ -26,43 +25,25 @@ from agents import (
     free_address6,
     patched_secret,
     start_agent,
+    stream_pair,
 )  # fmt: skip
 from crews import eventually, has_ended
 from test_hosts import DEVICE, train
 from test_listening import ports_of
 
 from hetpipe.cluster import Cluster
-from hetpipe.crew.agent import SOON_S, Agent
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.fleet import Fleet
-from hetpipe.crew.plugboard import Outside
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.facts import own_facts
-from hetpipe.hosts.hosts import HOST, Ask, Goodbye, Hosts, RemoteHost, dismiss
+from hetpipe.hosts.hosts import Hosts
 from hetpipe.hosts.meeting import call, parse_address
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
-from hetpipe.wire.host_messages import Connect
 from hetpipe.wire.stream import StreamPort
 
 RIGHT = SECRET.encode()
 LIMIT_S = 30.0  # far beyond what a quiet machine needs
-
-
-def _pair() -> tuple[TlsStream, TlsStream]:
-    """Return both ends of an encrypted stream."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        dialed = socket.create_connection(server.getsockname()[:2])
-        accepted, _ = server.accept()
-    ends: list[TlsStream] = []
-    thread = threading.Thread(
-        target=lambda: ends.append(TlsStream(accepted, RIGHT, server=True)), daemon=True
-    )
-    thread.start()
-    ours = TlsStream(dialed, RIGHT, server=False)
-    thread.join()
-    return ours, ends[0]
 
 
 def test_hosts_that_both_send_much_do_not_wait_for_each_other() -> None:
@@ -70,7 +51,8 @@ def test_hosts_that_both_send_much_do_not_wait_for_each_other() -> None:
     message, rounds = np.zeros(8 << 20, np.uint8), 6
     arrived: list[str] = []
     ends: list[str] = []
-    connections = [Connection(stream, name) for stream, name in zip(_pair(), "ab", strict=True)]
+    streams = stream_pair()
+    connections = [Connection(stream, name) for stream, name in zip(streams, "ab", strict=True)]
     for connection in connections:
         connection.start(
             lambda address, packed, name=connection.peer: arrived.append(name),  # type: ignore[misc]
@@ -92,7 +74,7 @@ def test_hosts_that_both_send_much_do_not_wait_for_each_other() -> None:
 
 
 def test_a_peer_that_reads_nothing_is_lost_while_a_message_waits() -> None:
-    stream, silent = _pair()
+    stream, silent = stream_pair()
     reasons: list[str] = []
     connection = Connection(stream, "b", silence_s=1.0)
     connection.start(lambda address, packed: None, reasons.append)
@@ -104,7 +86,7 @@ def test_a_peer_that_reads_nothing_is_lost_while_a_message_waits() -> None:
 
 def test_a_receiver_asks_a_silent_host_for_signs_of_life() -> None:
     """The controller does not see a cut between two other hosts."""
-    stream, other = _pair()
+    stream, other = stream_pair()
     StreamPort("crew/1", RIGHT, False, None, 0.0).secured(stream.socket, server=True)
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     assert stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -264,71 +246,6 @@ def _once_free(cluster: Any) -> Cluster:
             if time.monotonic() > end_s:
                 raise
             time.sleep(0.1)
-
-
-class _Full(Fleet):
-    """A fleet of a host that has no descriptors left."""
-
-    def send(self, worker: int, message: object) -> None:
-        raise AssertionError("nothing is sent")
-
-    def connect(self, worker: int, ends: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    def close(self) -> None:
-        raise AssertionError("the crew goes on at the agent until the controller ends it")
-
-
-def test_an_error_at_an_agent_that_nobody_awaits_ends_the_crew() -> None:
-    ours, theirs = _pair()
-    agent = Agent(theirs, own_facts("h0"), Outside(Wires(), RIGHT))
-    agent._crews[1] = _Full(), ""
-    arrived = SimpleQueue[object]()
-    controller = Connection(ours, "h1")
-    controller.start(lambda address, message: arrived.put(message.unpack()), arrived.put)
-    agent._answer(Ask(0, Connect(1, 0, ())))
-    assert "Too many open files" in str(arrived.get(timeout=LIMIT_S))
-    controller.close()
-    agent._connection.close()
-
-
-def test_an_agent_may_end_while_the_controller_still_closes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours, theirs = _pair()
-    host = RemoteHost(ours, own_facts("h1"), ("10.0.0.1", 1))
-    agent = Connection(theirs, "h0")
-    agent.start(lambda address, goodbye: agent.close(), lambda reason: None)
-    close = host.connection.close
-
-    def late() -> None:
-        def receives() -> bool:
-            return "hetpipe receive h1" in {each.name for each in threading.enumerate()}
-
-        assert eventually(lambda: not receives(), LIMIT_S)
-        close()
-
-    monkeypatch.setattr(host.connection, "close", late)
-    dismiss([host], failed=False)
-    assert not caplog.messages
-    assert not host.lost
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_a_goodbye_is_no_loss(failed: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """The connection ends right after it, before the agent's main thread has read it."""
-    ours, theirs = _pair()
-    agent = Agent(theirs, own_facts("the-boss"), Outside(Wires(), RIGHT))
-    controller = Connection(ours, "h0")
-    controller.start(lambda address, message: None, lambda reason: None)
-    controller.send(Address(0, HOST), Goodbye(failed))
-    controller.close()
-    assert eventually(lambda: agent._arrived.qsize() == 2)  # the goodbye, and the end
-    reason = agent.serve()
-    time.sleep(2 * SOON_S)  # a thread could tell a loss only now
-    words = capfd.readouterr().err
-    assert bool(reason) is failed
-    assert words.count("'the-boss' is lost: an error ended it") == words.count("the-boss") == failed
 
 
 def test_the_first_message_of_an_encrypted_wire_may_come_after_days(
