@@ -17,7 +17,14 @@ from hetpipe.plan.limits import why_unrunnable
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.pricing import predict
-from hetpipe.plan.proposal import PlannerOptions, Proposal, Tables, groups_for, single_device_groups
+from hetpipe.plan.proposal import (
+    PlannerOptions,
+    Proposal,
+    Tables,
+    groups_for,
+    in_flight,
+    single_device_groups,
+)
 from hetpipe.plan.search import (
     FREE_ORDER_DEVICES,
     improve_plan,
@@ -81,6 +88,10 @@ def make_pipeline(
         plan = _quickest(
             priced, list(propose_depths(priced, devices, tuple(cuts))), devices, "user"
         )
+        own = in_flight(plan.schedule, len(plan.stages), plan.microbatches)
+        if plan.in_flight != own:
+            note = f"by the costs, depths {words(plan.in_flight)} are better than {words(own)}"
+            plan = replace(plan, notes=(*plan.notes, note))
     else:
         free = options.free_order and len(devices) <= FREE_ORDER_DEVICES
         proposals: list[Proposal] = []

@@ -147,6 +147,9 @@ def test_the_order_avoids_a_slow_link():
 def test_slow_transfers_get_more_warm_up():
     slow = make_table({"a": 1.0, "b": 1.0}, latency_s=2.0)
     assert make_plan(slow, ["a", "b"], mini_batch=64, microbatches=16).in_flight == (3, 1)
+    plan = make_plan(slow, ["a", "b"], mini_batch=64, microbatches=16, cuts=[4])
+    assert plan.in_flight == (3, 1)
+    assert plan.notes == ("by the costs, depths 3, 1 are better than 2, 1",)
     free = make_table({"a": 1.0, "b": 1.0}, bandwidth=math.inf)
     assert make_plan(free, ["a", "b"], mini_batch=64, microbatches=16).in_flight == (2, 1)
 
