@@ -29,7 +29,7 @@ def _models() -> Iterable[str]:
 
 
 def _clusters() -> Iterable[str]:
-    from hetpipe.cluster.cluster import published_names
+    from hetpipe.cluster.published import published_names
 
     return published_names()
 

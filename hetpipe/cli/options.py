@@ -243,20 +243,25 @@ def make_cluster(
     file: Path | None, devices: str | None, backends: str | None, speeds: list[str] | None
 ) -> Cluster:
     """Return the options' cluster, by default the automatic one. Raises `ClusterError`."""
-    from hetpipe.cluster.cluster import Cluster, load_or_published
+    from hetpipe.cluster.cluster import Cluster, connected, load_or_published
+    from hetpipe.cluster.cluster_file import read_cluster_file
 
     emulated = parse_speeds(speeds)
     if (connections := hosts_of_command()) is not None:
-        if file or backends:
+        if backends:
             raise ClusterError("on several hosts, name the devices: --devices HOST/DEVICE,...")
-        return Cluster.on(connections, split_names(devices), emulated)
-    if file is None:
+        if file is None:
+            return Cluster.on(connections, split_names(devices), emulated)
+    elif file is None:
         return Cluster.local(split_names(backends), split_names(devices), emulated)
     if devices or backends:
         raise ClusterError(
             "--cluster already lists the devices: leave out --devices and --backends"
         )
-    cluster = load_or_published(str(file))
+    if connections is None:
+        cluster = load_or_published(str(file))
+    else:
+        cluster = connected(read_cluster_file(file, meets=True), connections)
     members = {cluster.member(member).id: speed for member, speed in emulated.items()}
     return replace(
         cluster,

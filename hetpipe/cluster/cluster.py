@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.resources import as_file, files
 from pathlib import Path
 
 from hetpipe.cluster.cluster_file import ClusterFile, read_cluster_file
 from hetpipe.cluster.member import BackendOptions, Member, check_member
+from hetpipe.cluster.published import read_paper_cluster
 from hetpipe.cluster.topology import Layout, Link, Server, Topology, check_link
 from hetpipe.cluster.transports import transport_of
 from hetpipe.errors import ClusterError
 from hetpipe.hosts.hosts import Hosts
 from hetpipe.html import table_html
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.words import choices, short
+from hetpipe.words import choices
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,7 @@ class Cluster:
 
     def _repr_html_(self) -> str:
         columns = ("member", "device or board", "cores", "speed", "server")
-        rows = [
-            (
-                each.id,
-                each.device or f"{each.board} (board)",
-                ", ".join(map(str, each.cores)) or "any",
-                f"{each.speed:g}" + (" (emulated)" if each.speed != 1.0 else ""),
-                each.server or "none",
-            )
-            for each in self.members
-        ]
+        rows = list(map(_row, self.members))
         return table_html(f"Cluster, transport {self.transport}", columns, rows)
 
     @cached_property
@@ -165,17 +156,8 @@ class Cluster:
         """
         if not self.links:
             return self._layout.levels()
-        count, (first, *others) = len(self.members), self.links.values()
-        if any(link.bandwidth_Bps != first.bandwidth_Bps for link in others):
-            raise ClusterError("the cluster is irregular: its links have several bandwidths")
-        if len(self.links) < count * (count - 1) // 2 or first.bandwidth_Bps is None:
-            pairs = f"{len(self.links)} of {count * (count - 1) // 2} pairs"
-            raise ClusterError(
-                f"the cluster is irregular: {pairs} have a separate link; give"
-                " every pair a link with a bandwidth, or describe all links by"
-                " servers and the network"
-            )
-        return ((count, first.bandwidth_Bps),)
+        count = len(self.members)
+        return ((count, _equal_Bps(list(self.links.values()), count * (count - 1) // 2)),)
 
     def _pair_link(self, one: str, other: str) -> Link | None:
         return self.links.get(frozenset((one, other))) if self.links else None
@@ -191,8 +173,37 @@ class Cluster:
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """Read a TOML file (docs/clusters.md). Raises `ClusterError` with the line."""
+        """Read a TOML file (docs/clusters.md). Raises `ClusterError` with the line.
+
+        A training on the hosts of a file needs `load_hosts`.
+        """
         return Cluster(*read_cluster_file(Path(path)))
+
+    @staticmethod
+    def load_hosts(
+        path: str | Path,
+        meet: str | None = None,
+        agents: Sequence[str] = (),
+        *,
+        name: str = "",
+        limit_s: float = 120.0,
+    ) -> Cluster:
+        """Return the cluster of a file with hosts (docs/hosts.md), once all of them have met.
+
+        The hosts meet as in `hosts`; only this process reads the file. Raises `ClusterError` for a
+        host that does not come, or that the file does not name.
+        """
+        from hetpipe.cluster.hosts import meet_hosts, serve_other_ranks
+
+        if meet is None and not agents:
+            serve_other_ranks(name, limit_s)
+        file = read_cluster_file(Path(path), meets=True)
+        connections = meet_hosts(meet, len(file.hosts), agents, name, limit_s, file.hosts)
+        try:
+            return connected(file, connections)
+        except BaseException:
+            connections.close()
+            raise
 
     @staticmethod
     def published(name: str) -> Cluster:
@@ -259,7 +270,7 @@ class Cluster:
         from hetpipe.cluster.hosts import members_of
 
         members = members_of(connections, devices, emulate_speed)
-        servers = tuple(Server(facts.name) for facts in connections.facts)
+        servers = tuple(Server(facts.name, is_host=True) for facts in connections.facts)
         return Cluster(members, transport=transport, servers=servers, connections=connections)
 
 
@@ -270,6 +281,38 @@ def load_or_published(text: str) -> Cluster:
     """
     path = Path(text)
     return Cluster.load(path) if path.suffix or path.exists() else Cluster.published(text)
+
+
+def connected(file: ClusterFile, connections: Hosts) -> Cluster:
+    """Return the cluster of a file whose hosts have met; see `Cluster.load_hosts`."""
+    from hetpipe.cluster.hosts import members_of_file
+
+    members = members_of_file(file.members, file.hosts, connections)
+    return Cluster(*file._replace(members=members), connections=connections)
+
+
+def _equal_Bps(links: Sequence[Link], pairs: int) -> float:
+    """Return the bandwidth of the links of all pairs. Raises `ClusterError` if they differ."""
+    first = links[0].bandwidth_Bps
+    if any(link.bandwidth_Bps != first for link in links):
+        raise ClusterError("the cluster is irregular: its links have several bandwidths")
+    if len(links) < pairs or first is None:
+        raise ClusterError(
+            f"the cluster is irregular: {len(links)} of {pairs} pairs have a separate link; give "
+            "every pair a link with a bandwidth, or describe all links by servers and the network"
+        )
+    return first
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    """Return a member's row in the table of a cluster."""
+    return (
+        member.id,
+        member.device or f"{member.board} (board)",
+        ", ".join(map(str, member.cores)) or "any",
+        f"{member.speed:g}" + (" (emulated)" if member.speed != 1.0 else ""),
+        member.server or "none",
+    )
 
 
 def _unique(names: Sequence[str], kind: str, key: str) -> set[str]:
@@ -289,23 +332,3 @@ def _check_link(pair: frozenset[str], link: Link, members: Mapping[str, Member])
     if len(pair) != 2:
         raise ClusterError(f"link {name}: a link joins two different devices; name two")
     check_link(name, link.latency_s, link.bandwidth_Bps)
-
-
-_FOLDER = files("hetpipe.cluster") / "papers"
-"""The clusters of papers: TOML files, each with the source of its figures."""
-
-
-def read_paper_cluster(name: str) -> ClusterFile:
-    """Read the paper cluster of this name. Raises `ClusterError` with the known names."""
-    names = published_names()
-    if name not in names:
-        raise ClusterError(
-            f"no published cluster {short(name)}, and no file; {choices(name, names)}"
-        )
-    with as_file(_FOLDER / f"{name}.toml") as path:
-        return read_cluster_file(path)
-
-
-def published_names() -> tuple[str, ...]:
-    """Return the names of all paper clusters, in alphabetical order."""
-    return tuple(sorted(Path(file.name).stem for file in _FOLDER.iterdir()))

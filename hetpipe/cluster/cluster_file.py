@@ -5,128 +5,28 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import NamedTuple
 
 from hetpipe.cluster import member as member_module
+from hetpipe.cluster.file_tables import CURES, MOST_DEVICES, DeviceTable, Tables
 from hetpipe.cluster.member import BackendOptions, Member
-from hetpipe.cluster.topology import DUPLEXES, SHAPES, Link, Server, Topology
-from hetpipe.cluster.transports import TRANSPORTS
-from hetpipe.cluster.units import parse_bandwidth, parse_time
+from hetpipe.cluster.topology import Link, Server, Topology
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.files import user_path
-from hetpipe.records import Count, Entries, Name, Number, OneOf, Parsed, Source, Whole, read_text
+from hetpipe.hosts.facts import problem_of_name
+from hetpipe.records import Source, read_text
 from hetpipe.toml import Lines, parse_toml
-from hetpipe.words import choices, short
+from hetpipe.words import choices, short, words
 
-MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)  # the slowest and the fastest usual network between servers
 FASTEST_BPS = 250e9
 """No network between servers is faster. A bandwidth above the usual ones, but below this one, is
 accepted without a warning if the file gives it in bits."""
 
-_TOPOLOGY = {
-    "": 'write { shape = "switch", bandwidth = "25 Gb/s" }',
-    ".bandwidth": 'write bandwidth = "25 Gb/s"',
-    ".latency": 'write latency = "5 us"',
-    ".all_reduce": 'write all_reduce = "50 GB/s"',
-}
-CURES = {
-    "device": "write each as a [[device]] table",
-    "device.count": "write how many there are: count = 8",
-    "device.cores": "write whole numbers: cores = [0, 1]",
-    "device.speed": "write a number above 0, at most 1",
-    "server": "write each as a [[server]] table",
-    "server.name": 'write name = "a"',
-    "server.count": "write how many there are: count = 2",
-    **{
-        f"{place}{key}": _TOPOLOGY[key]
-        for place in ("server.inside", "network")
-        for key in _TOPOLOGY
-    },
-    "backend": "write the options of each as a table: [backend.NAME]",
-    "link": "write each as a [[link]] table",
-    "link.between": 'write between = ["one", "other"]',
-}
-
 
 class BandwidthWarning(UserWarning):
     """A bandwidth is unusual: perhaps the file says bytes where bits are meant."""
-
-
-Many = Annotated[int | None, Whole(1, MOST_DEVICES)]
-
-
-@dataclass(frozen=True)
-class _Device:
-    """A [[device]] table."""
-
-    device: Name = ""
-    board: Name = ""
-    numerics: Name = ""  # of a board
-    id: Name = ""  # empty: the device's id, or the board's id with a number
-    count: Many = None  # None: one device
-    server: Name = ""
-    cores: tuple[Count, ...] = ()
-    speed: Annotated[float, Number(0.0, 1.0, above=True)] = 1.0
-
-
-@dataclass(frozen=True)
-class _Topology:
-    """A [network] table, or a server's `inside`."""
-
-    bandwidth: Annotated[float, Parsed(parse_bandwidth)]
-    latency: Annotated[float, Parsed(parse_time)] = 0.0
-    shape: Annotated[str, OneOf(SHAPES)] = SHAPES[0]
-    duplex: Annotated[str, OneOf(DUPLEXES)] = DUPLEXES[0]
-    all_reduce: Annotated[float | None, Parsed(parse_bandwidth)] = None
-
-    def topology(self) -> Topology | None:
-        """Return the topology; None for an absent table."""
-        if not self.bandwidth:
-            return None
-        return Topology(self.latency, self.bandwidth, self.shape, self.duplex, self.all_reduce)
-
-
-_ABSENT = _Topology(0.0)  # no file has such a bandwidth
-
-
-@dataclass(frozen=True)
-class _Server:
-    """A [[server]] table."""
-
-    name: Name
-    count: Many = None  # None: one server, with the plain name
-    inside: _Topology = _ABSENT
-
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """The names of the servers."""
-        if self.count is None:
-            return (self.name,)
-        return tuple(f"{self.name}.{copy}" for copy in range(self.count))
-
-
-@dataclass(frozen=True)
-class _Link:
-    """A [[link]] table."""
-
-    between: Annotated[tuple[Name, ...], Entries(2, 2)]
-    bandwidth: Annotated[float | None, Parsed(parse_bandwidth)] = None
-    latency: Annotated[float | None, Parsed(parse_time)] = None
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """The whole file."""
-
-    transport: Annotated[str, OneOf(TRANSPORTS)] = "auto"
-    device: tuple[_Device, ...] = ()
-    link: tuple[_Link, ...] = ()
-    server: tuple[_Server, ...] = ()
-    network: _Topology = _ABSENT
-    backend: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class ClusterFile(NamedTuple):
@@ -140,10 +40,16 @@ class ClusterFile(NamedTuple):
     network: Topology | None
     options: dict[str, BackendOptions]
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts."""
+        return tuple(server.name for server in self.servers if server.is_host)
 
-def read_cluster_file(path: Path) -> ClusterFile:
+
+def read_cluster_file(path: Path, *, meets: bool = False) -> ClusterFile:
     """Read and check a cluster file. Raises `ClusterError` with file, line, place and fault.
 
+    If its hosts meet (`meets`), a host without a [[device]] table will offer its usual devices.
     Issues a `BandwidthWarning` if the [network] between servers has an unusual bandwidth.
     """
     path = user_path(path, ClusterError)
@@ -151,9 +57,13 @@ def read_cluster_file(path: Path) -> ClusterFile:
     data = parse_toml(text, path, ClusterError)
     lines = Lines(text)
     source = Source("the cluster", ClusterError, lambda at: f"{path}:{lines.at(at)}", CURES)
-    tables = source.record(_Tables, data)
-    servers = _servers(tables, source)
+    tables = source.record(Tables, data)
+    servers = _hosts(tables, source) + _servers(tables, source)
     _check_devices(tables, source)
+    if not meets:
+        _check_bare_hosts(tables, source)
+    elif not tables.host:
+        raise source.fault((), "has no host; give each a [[host]] table (docs/hosts.md)")
     _check_backends(tables, source)
     members: dict[str, Member] = {}
     places: dict[str, str] = {}
@@ -181,9 +91,24 @@ def read_cluster_file(path: Path) -> ClusterFile:
     )
 
 
-def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
+def _hosts(tables: Tables, source: Source) -> tuple[Server, ...]:
+    names: dict[str, str] = {}  # by the name in small letters
+    for index, table in enumerate(tables.host):
+        if problem := problem_of_name(table.name):
+            raise source.fault(("host", index, "name"), f"is wrong: {problem}")
+        other = names.setdefault(table.name.lower(), table.name)
+        if len(names) == index:
+            why = (
+                f"is {short(table.name)}, but another host is {short(other)}; give it another name"
+            )
+            raise source.fault(("host", index, "name"), why)
+    return tuple(Server(table.name, table.inside.topology(), True) for table in tables.host)
+
+
+def _servers(tables: Tables, source: Source) -> tuple[Server, ...]:
     servers: list[Server] = []
-    names: set[str] = set()
+    hosts = {table.name for table in tables.host}
+    names = {*hosts}
     total = 0
     for index, table in enumerate(tables.server):
         total += table.count or 1
@@ -193,21 +118,23 @@ def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
     for index, table in enumerate(tables.server):
         for name in {table.name, *table.copies}:
             if name in names:
-                why = f"gives {short(name)}: two servers have the name, and names are unique"
+                both = "a host and a server" if name in hosts else "two servers"
+                why = f"gives {short(name)}: {both} have the name, and names are unique"
                 raise source.fault(("server", index, "name"), why)
             names.add(name)
         servers += [Server(name, table.inside.topology()) for name in table.copies]
     return tuple(servers)
 
 
-def _check_devices(tables: _Tables, source: Source) -> None:
+def _check_devices(tables: Tables, source: Source) -> None:
     """Raise `ClusterError` for impossible [[device]] tables, and for no devices or too many."""
-    if not tables.device:
+    if not tables.device and not tables.host:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
     copies = {table.name: table.count or 1 for table in tables.server} | {"": 1}
     total = 0
     for index, table in enumerate(tables.device):
         _check_hardware(table, index, source)
+        _check_host(table, index, tables, source)
         if table.server not in copies:
             there = choices(table.server, filter(None, copies))
             why = f"names no server: {short(table.server)}; {there}"
@@ -218,7 +145,36 @@ def _check_devices(tables: _Tables, source: Source) -> None:
             raise source.fault(("device", index), why, "count")
 
 
-def _check_backends(tables: _Tables, source: Source) -> None:
+def _check_bare_hosts(tables: Tables, source: Source) -> None:
+    """Raise `ClusterError` for a host without a [[device]] table."""
+    used = {table.host for table in tables.device}
+    for index, host in enumerate(tables.host):
+        if host.name not in used:
+            why = (
+                "has no [[device]] table, so its devices are known only once the hosts have met: "
+                "write its devices, or use hp.Cluster.load_hosts (docs/hosts.md)"
+            )
+            raise source.fault(("host", index), why)
+
+
+def _check_host(table: DeviceTable, index: int, tables: Tables, source: Source) -> None:
+    """Raise `ClusterError` if a device has no host, and others do, or an unknown host."""
+    hosts = [host.name for host in tables.host]
+    if hosts and not table.host:
+        why = f"has no host, but the cluster has hosts: write one of {words(hosts)} as its host"
+        raise source.fault(("device", index), why)
+    if table.host and table.host not in hosts:
+        why = f"names no host: {short(table.host)}; {choices(table.host, hosts)}"
+        raise source.fault(("device", index, "host"), why)
+    if table.host and table.server:
+        why = f"is {short(table.server)}, but the device is in host {table.host}; leave out one"
+        raise source.fault(("device", index, "server"), why)
+    if table.host and table.id.startswith(f"{table.host}/"):
+        why = f"is {short(table.id)}, and the host would come before it again; leave out the host"
+        raise source.fault(("device", index, "id"), why)
+
+
+def _check_backends(tables: Tables, source: Source) -> None:
     """Raise `ClusterError` for a [backend.NAME] table if the cluster has no device of the
     backend."""
     used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
@@ -228,7 +184,7 @@ def _check_backends(tables: _Tables, source: Source) -> None:
             raise source.fault(("backend", name), why)
 
 
-def _check_hardware(table: _Device, index: int, source: Source) -> None:
+def _check_hardware(table: DeviceTable, index: int, source: Source) -> None:
     """Raise `ClusterError` for an impossible device or board, and for cores that this machine
     lacks."""
     if table.numerics and not table.board:
@@ -248,20 +204,21 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
             board(table.board)
         except CostError as error:
             raise source.fault(("device", index, "board"), f"is unknown: {error}") from error
-        if table.speed != _Device.speed:
+        if table.speed != DeviceTable.speed:
             why = "is only for attached devices, and a board's times are modelled; leave it out"
             raise source.fault(("device", index, "speed"), why)
         if table.cores and not table.numerics:
             why = "is for attached devices and numerics, and this board has neither; leave it out"
             raise source.fault(("device", index, "cores"), why)
-    absent = set(table.cores) - set(member_module.available_cores()) if table.cores else ()
+    here = table.cores and not table.host
+    absent = set(table.cores) - set(member_module.available_cores()) if here else ()
     if absent:
         there = ", ".join(map(str, member_module.available_cores()))
         why = f"has cores {short(sorted(absent))}, which are not among this machine's: {there}"
         raise source.fault(("device", index, "cores"), why)
 
 
-def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
+def _members(tables: Tables) -> Iterator[tuple[int, Member]]:
     """Yield the members, each with the index of its table.
 
     All devices of one copy of a server come before the devices of the next copy. The numbers at the
@@ -269,7 +226,7 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}
-    together: dict[str, list[tuple[int, _Device]]] = {name: [] for name in copies}
+    together: dict[str, list[tuple[int, DeviceTable]]] = {name: [] for name in copies}
     for index, table in enumerate(tables.device):
         if table.server in together:
             together[table.server].append((index, table))
@@ -284,8 +241,9 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
                     yield row, _member(device, id, server)
 
 
-def _ids(table: _Device, copied: bool, numbers: Counter[str]) -> Iterator[str]:
-    prefix = table.id or table.device or table.board
+def _ids(table: DeviceTable, copied: bool, numbers: Counter[str]) -> Iterator[str]:
+    name = table.id or table.device or table.board
+    prefix = f"{table.host}/{name}" if table.host else name
     if table.count is None and not copied and (table.id or table.device):
         yield prefix
         return
@@ -294,8 +252,17 @@ def _ids(table: _Device, copied: bool, numbers: Counter[str]) -> Iterator[str]:
         numbers[prefix] += 1
 
 
-def _member(table: _Device, id: str, server: str) -> Member:
-    return Member(id, table.device, table.cores, table.speed, table.board, server, table.numerics)
+def _member(table: DeviceTable, id: str, server: str) -> Member:
+    return Member(
+        id,
+        table.device,
+        table.cores,
+        table.speed,
+        table.board,
+        server or table.host,
+        table.numerics,
+        table.host,
+    )
 
 
 def _warn_of_unusual_bandwidth(bandwidth_Bps: float, written: str, where: str) -> None:
@@ -315,13 +282,18 @@ def _warn_of_unusual_bandwidth(bandwidth_Bps: float, written: str, where: str) -
 
 
 def _links(
-    tables: _Tables, members: dict[str, Member], source: Source
+    tables: Tables, members: dict[str, Member], source: Source
 ) -> dict[frozenset[str], Link]:
     links: dict[frozenset[str], Link] = {}
     for index, table in enumerate(tables.link):
         for end, id in enumerate(table.between):
             if id not in members:
+                hosts = [host.name for host in tables.host if host.name == id.partition("/")[0]]
                 why = f"names no device: {short(id)}; {choices(id, members)}"
+                if id in hosts:
+                    why = f"names host {id}, but a link joins two devices; write {id}/DEVICE"
+                elif hosts and not any(member.host == hosts[0] for member in members.values()):
+                    why = f"is {short(id)}, but host {hosts[0]} has no [[device]] table; add one"
                 raise source.fault(("link", index, "between", end), why)
         pair = frozenset(table.between)
         if len(pair) != 2:

@@ -30,11 +30,17 @@ DESCRIBE_S = 120.0
 
 
 def meet_hosts(
-    meet: str | None, count: int | None, agents: Sequence[str], name: str, limit_s: float
+    meet: str | None,
+    count: int | None,
+    agents: Sequence[str],
+    name: str,
+    limit_s: float,
+    names: Sequence[str] = (),
 ) -> Hosts:
     """Return the hosts of this training, once all of them are there.
 
-    Under torchrun the ranks other than 0 serve as agents; their processes end here.
+    With `names`, no other host may come to `meet`. Under torchrun the ranks other than 0 serve as
+    agents; their processes end here.
     """
     if meet is not None and agents:
         raise ClusterError("meet and agents were given; give meet, or the addresses of agents")
@@ -43,21 +49,50 @@ def meet_hosts(
     if meet is not None:
         if count is None or count < 1:
             raise ClusterError(f"count is {count}; give the number of hosts, with this one")
-        return gather(parse_address(meet), count, name, limit_s)
+        return gather(parse_address(meet), count, name, limit_s, names=names)
     ranks = torchrun_ranks()
     if ranks is None:
         raise ClusterError(
             "nothing says where the other hosts are: start this script with torchrun, or give "
             "meet=HOST:PORT and count, or agents=[HOST:PORT, ...] (docs/hosts.md)"
         )
-    if ranks.rank == 0:
-        return gather_under_torchrun(ranks, name, limit_s)
+    serve_other_ranks(name, limit_s)
+    return gather_under_torchrun(ranks, name, limit_s)
+
+
+def serve_other_ranks(name: str, limit_s: float) -> None:
+    """Serve as an agent if torchrun started this process with a rank other than 0, and end it."""
+    ranks = torchrun_ranks()
+    if ranks is None or ranks.rank == 0:
+        return
     try:
         status = import_module(AGENT).serve_once(find_under_torchrun(ranks, limit_s), name, limit_s)
     except HetpipeError as error:
         print(f"hetpipe: {error}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def members_of_file(
+    members: Sequence[Member], names: Sequence[str], hosts: Hosts
+) -> tuple[Member, ...]:
+    """Return the members of a cluster file, and the usual devices of each host without members.
+
+    Raises `ClusterError` unless the hosts with these names have met, and no others.
+    """
+    machines = {facts.name: facts.machine for facts in hosts.facts}
+    if machines.keys() != set(names):
+        absent = ", ".join(name for name in names if name not in machines)
+        more = ", ".join(name for name in machines if name not in names)
+        raise ClusterError(
+            f"the cluster file names the hosts {', '.join(names)}, and {', '.join(machines)} have "
+            "met"
+            + (f"; absent: {absent}" if absent else "")
+            + (f"; unknown: {more}" if more else "")
+        )
+    used = {member.host for member in members}
+    named = tuple(replace(member, machine=machines[member.host]) for member in members)
+    return named + members_of(hosts, [name for name in names if name not in used], {})
 
 
 def members_of(

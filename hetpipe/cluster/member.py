@@ -77,8 +77,13 @@ def check_member(member: Member) -> None:
         )
     if not 0 < member.speed <= 1:  # emulation can only slow a device down
         raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
-    here = member.cores and not member.host
-    absent = sorted(set(member.cores) - set(available_cores())) if here else []
+    if not member.host:
+        check_cores(member)
+
+
+def check_cores(member: Member) -> None:
+    """Raise `ClusterError` if this machine lacks a core of the member."""
+    absent = sorted(set(member.cores) - set(available_cores())) if member.cores else []
     if absent:
         present = ", ".join(map(str, available_cores()))
-        raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {present}")
+        raise ClusterError(f"{member.id}: cores {absent} are not among its machine's: {present}")

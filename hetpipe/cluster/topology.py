@@ -78,10 +78,13 @@ class Topology:
 
 @dataclass(frozen=True)
 class Server:
-    """A machine with devices. `inside` is the topology of their links; None: unknown."""
+    """A machine with devices. `inside` is the topology of their links; None: unknown.
+
+    If it is a host, its agent offers the devices."""
 
     name: str
     inside: Topology | None = None
+    is_host: bool = False
 
 
 class _Meeting(NamedTuple):

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cluster.member import Member
+from hetpipe.cluster.member import Member, check_cores
 from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.control import Control, Reports
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
@@ -36,6 +36,7 @@ from hetpipe.sdk.host.registry import (
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire.host_messages import Launch
 from hetpipe.wire.messages import Meeting, Open
+from hetpipe.words import words
 
 NAMED = 8  # most boards that a message names
 
@@ -70,12 +71,18 @@ def launch(cluster: Cluster, timing: Timing) -> Launched:
     """Start one worker per member. The workers open their devices and then reply.
 
     Raises `ClusterError` if there are no members, if two members have the same id, if a member is a
-    board without numerics, or if the transport does not connect hosts; `BackendError` for a missing
-    device, `HetpipeError` for a backend that no process can import.
+    board without numerics, if hosts have not met, or if the transport does not connect them;
+    `BackendError` for a missing device, `HetpipeError` for a backend that no process can import.
     """
     check_not_loading()
     _check_members(cluster)
     control = Control(labels_of(cluster))
+    if cluster.connections is None and any(member.host for member in cluster.members):
+        raise ClusterError(
+            f"the hosts {words({member.host: 0 for member in cluster.members})} have not met: make "
+            "this cluster by hp.Cluster.load_hosts, or start the command on each host by torchrun "
+            "(docs/hosts.md)"
+        )
     if cluster.connections is not None:
         fleet: Fleet = _launch_on_hosts(cluster, cluster.connections, control, timing)
         return Launched(fleet, control)
@@ -130,7 +137,7 @@ def _launch_on_hosts(
 
     def start(host: str, control: ControlPart) -> Fleet:
         members = tuple(member for member in cluster.members if member.host == host)
-        part = replace(cluster, members=members, links={}, places={}, connections=None)
+        part = replace(cluster, members=members, links={}, connections=None)
         if host == hosts.own.name:
             plugboard = Plugboard(transport, Outside(hosts.wires, hosts.secret))
             return launch_here(part, control, timing, plugboard, sharing)
@@ -214,6 +221,7 @@ def _worker(member: Member, shares: bool, in_thread: bool, place: str | None) ->
     try:
         if in_thread:
             return _Worker(member, _info(member))
+        check_cores(member)
         backend, info = _reference(member), _info(member)
         settings = settings_of(member, info, shares)
         server_for(settings)  # imports torch while the next member's device is searched

@@ -241,15 +241,18 @@ class Gathering:
     def names(self) -> list[str]:
         return [other.name for other in self.others]
 
-    def wait(self, count: int, limit_s: float) -> list[RemoteHost]:
-        """Wait for `count` agents. Raises `ClusterError` with the names that came in time."""
+    def wait(self, count: int, limit_s: float, names: Sequence[str] = ()) -> list[RemoteHost]:
+        """Wait for `count` agents. Raises `ClusterError` with the names that came in time, and
+        the others of `names`."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.others) >= count, limit_s):
                 came = ", ".join(sorted(self.names)) or "none"
+                absent = ", ".join(name for name in names if name not in self.names)
+                few = f"remove {absent} from the cluster" if absent else "give a smaller count"
                 refused = "".join(f"; one was refused: {reason}" for reason in self.refused[:3])
                 raise ClusterError(
                     f"{len(self.others)} of {count} other hosts have come within {limit_s:.0f} s "
-                    f"({came}): start an agent on each of the others, or give a smaller count"
+                    f"({came}): start an agent on each of the others, or {few}"
                     f"{refused}"
                 )
             return sorted(self.others, key=lambda other: other.name)

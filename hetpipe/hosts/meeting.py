@@ -21,7 +21,7 @@ from hetpipe.hosts.hosts import Gathering, Hosts, RemoteHost, dismiss
 from hetpipe.hosts.secret import find_secret
 from hetpipe.hosts.tls import HANDSHAKE_S, TlsStream
 from hetpipe.hosts.wires import Wires
-from hetpipe.words import short
+from hetpipe.words import choices, short
 
 PORT = 29400
 """The port of a meeting whose address names none."""
@@ -165,21 +165,27 @@ def gather(
     name: str,
     limit_s: float,
     listening: Callable[[Door], Any] = lambda door: None,
+    names: Sequence[str] = (),
 ) -> Hosts:
     """Listen on an address until the agents of `count` - 1 other hosts have called.
 
-    Raises `ClusterError` if the address cannot be used, without a secret, or after `limit_s`.
+    `names` has the names of all hosts; without it any host may come. Raises `ClusterError` if the
+    address cannot be used, without a secret, or after `limit_s`.
     """
-    secret = find_secret(loopback=is_loopback(address[0]))
     facts, wires, gathering = own_facts(name), Wires(), Gathering()
+    if reason := _strange(facts.name, names):
+        raise ClusterError(f"{reason}; give this host's name in the cluster")
+    secret = find_secret(loopback=is_loopback(address[0]))
 
     def check(greeting: Greeting) -> str:
+        if reason := _strange(greeting.facts.name, names):
+            gathering.refused.append(reason)
+            return reason
         if len(gathering.names) >= count - 1:
             return f"all {count} hosts have met already"
-        names = [facts.name, *gathering.names]
         if greeting.call.rank:
             return ""  # gets another name
-        if reason := _refusal(greeting.facts.name, names):
+        if reason := _refusal(greeting.facts.name, [facts.name, *gathering.names]):
             gathering.refused.append(reason)
         return reason
 
@@ -190,12 +196,21 @@ def gather(
     door = Door(address, secret, facts, visitors)
     try:
         listening(door)
-        others = gathering.wait(count - 1, limit_s)
+        others = gathering.wait(count - 1, limit_s, [each for each in names if each != facts.name])
     except BaseException:
         door.close()
         dismiss(gathering.others, failed=True)
         raise
     return Hosts(facts, door, wires, secret, others)
+
+
+def _strange(name: str, names: Sequence[str]) -> str:
+    """Return why a host with this name may not come, or ""."""
+    return (
+        f"no host of this cluster is {name!r}; {choices(name, names)}"
+        if names and name not in names
+        else ""
+    )
 
 
 def _refusal(name: str, names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
 from invented import toml, values
 
-from hetpipe.cluster import cluster_file
+from hetpipe.cluster import cluster_file, file_tables
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost import board
 from hetpipe.errors import ClusterError
@@ -41,10 +41,10 @@ AMOUNTS = st.sampled_from(["1", "0", "2.5", "1e3", "1e-3", "1e999", "9" * 400, "
 UNITS = st.sampled_from(["Gb/s", "MiB/s", "b/s", "Kib/s", "ms", "s", "ns", "", "b", "Gb/s Gb/s"])
 SPEEDS = st.tuples(AMOUNTS, st.sampled_from(["", " ", " " * 50_000]), UNITS).map("".join)
 TEXTS = {
-    cluster_file.parse_bandwidth: st.sampled_from(["1 Gb/s", "2.5 kB/s"]) | SPEEDS,
-    cluster_file.parse_time: st.sampled_from(["1 ms", "0 s"]) | SPEEDS,
+    file_tables.parse_bandwidth: st.sampled_from(["1 Gb/s", "2.5 kB/s"]) | SPEEDS,
+    file_tables.parse_time: st.sampled_from(["1 ms", "0 s"]) | SPEEDS,
 }
-SOUND = {cluster_file.parse_bandwidth: st.just("1 Gb/s"), cluster_file.parse_time: st.just("1 ms")}
+SOUND = {file_tables.parse_bandwidth: st.just("1 Gb/s"), file_tables.parse_time: st.just("1 ms")}
 
 
 def fitted(tables: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_many_servers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_invented(tmp_path: Path) -> None:
-    tables = values(cluster_file._Tables, TEXTS)
-    whole = values(cluster_file._Tables, SOUND, strict=True).map(fitted)
+    tables = values(file_tables.Tables, TEXTS)
+    whole = values(file_tables.Tables, SOUND, strict=True).map(fitted)
     files = (tables | whole | changed(whole)).map(toml)
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from hetpipe.cluster import cluster_file
+from hetpipe.cluster import file_tables
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.cluster_file import BandwidthWarning
 from hetpipe.cluster.local import DeviceWarning
@@ -430,7 +430,9 @@ def test_a_file_of_servers_with_boards_and_an_attached_device(write):
 
 def test_too_many_servers_are_refused_before_they_are_made(tmp_path, monkeypatch):
     """Each table is within its bounds, but their sum is not."""
-    monkeypatch.setattr(cluster_file._Server, "copies", property(lambda table: pytest.fail("made")))
+    monkeypatch.setattr(
+        file_tables.ServerTable, "copies", property(lambda table: pytest.fail("made"))
+    )
     path = tmp_path / "servers.toml"
     tables = "".join(f'[[server]]\nname = "s{n}"\ncount = 100000\n' for n in range(100))
     path.write_text(tables + '[[device]]\nboard = "v100-pcie-16"\n')

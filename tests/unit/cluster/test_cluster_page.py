@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetpipe.cluster import Cluster, member
-from hetpipe.cluster.cluster import published_names
+from hetpipe.cluster.published import published_names
 from hetpipe.cluster.topology import SHAPES, Link
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError

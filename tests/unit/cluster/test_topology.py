@@ -14,8 +14,9 @@ import pytest
 
 from hetpipe.cli.options import make_cluster
 from hetpipe.cluster import Cluster, Link, Member, Server, Topology
-from hetpipe.cluster.cluster import load_or_published, published_names
+from hetpipe.cluster.cluster import load_or_published
 from hetpipe.cluster.links import link_costs
+from hetpipe.cluster.published import published_names
 from hetpipe.cluster.topology import DUPLEXES, SHAPES
 from hetpipe.errors import ClusterError
 
