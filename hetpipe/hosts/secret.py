@@ -62,9 +62,13 @@ def _own_secret(path: Path) -> bytes:
     if not os.path.lexists(path):
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         write_secret(draft)
-        with suppress(FileExistsError):  # another process was first
-            os.link(draft, path)
-        draft.unlink()
+        try:
+            with suppress(FileExistsError):  # another process was first
+                os.link(draft, path)
+        except OSError as error:
+            raise ClusterError(f"{path} cannot be written: {error.strerror}") from error
+        finally:
+            draft.unlink()
     return _checked(_read(path), f"{path} (delete it, and hetpipe makes another)")
 
 

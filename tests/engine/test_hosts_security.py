@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -536,3 +537,15 @@ def test_a_spoiled_made_up_secret_is_refused(tmp_path: Path) -> None:
     path.touch(0o600)
     with pytest.raises(ClusterError, match="delete it"):
         _own_secret(path)
+
+
+def test_a_disk_that_fills_leaves_no_draft_of_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(ClusterError, match=r"secret cannot be written: No space left on device"):
+        _own_secret(tmp_path / "secret")
+    assert not [*tmp_path.iterdir()]
