@@ -50,7 +50,8 @@ def stay(address: tuple[str, int], name: str) -> None:
 
     def check(greeting: Greeting) -> str:
         if served:
-            return f"it works for host {served[0].name!r} now; try again when that training ends"
+            host = served[0].name
+            return f"this agent works for host {host!r} now; try again when that training ends"
         return ""
 
     def visit(stream: TlsStream, greeting: Greeting) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hetpipe.cluster.transports import Transport
 from hetpipe.crew.control import PAUSE_TICKS, Control, Reports
-from hetpipe.crew.forkserver import WorkerProcess, start_worker
+from hetpipe.crew.forkserver import FORK_S, WorkerProcess, start_worker
 from hetpipe.crew.plugboard import Plugboard
 from hetpipe.crew.vigil import Vigil
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
@@ -282,12 +282,14 @@ class ProcessFleet(Fleet):
                     channel.send(Stop())
             end_s = time.monotonic() + LEAVE_S
             for child in self._children:
-                child.wait(end_s - time.monotonic())
+                if child.pid is not None:
+                    child.wait(end_s - time.monotonic())
         for child in self._children:
             child.kill()
         self._close_sockets()  # a worker that starts only now sees a closed channel
+        end_s = time.monotonic() + FORK_S
         for child in self._children:
-            child.wait_for_end()
+            child.wait_for_end(end_s - time.monotonic())
 
     def _close_sockets(self) -> None:
         for channel in self._channels:

@@ -36,6 +36,8 @@ from hetpipe.worker.blame import summary
 
 REPORT_S = 1.0
 """Seconds in which a server that runs reports the end of a killed worker."""
+FORK_S = 0.5
+"""Seconds in which a server that has loaded torch forks its workers."""
 READ_WHEN_LOADED = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_",
     "TORCH", "PYTORCH", "ATEN_", "C10_", "DNNL_", "ONEDNN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
@@ -75,11 +77,17 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
-    def wait_for_end(self) -> None:
-        """Wait until a killed worker has ended. A server that is stopped would never report it."""
-        while self.wait(REPORT_S) is None:
+    def wait_for_end(self, fork_s: float) -> None:
+        """Wait until a killed worker, whose channel is closed, has ended.
+
+        A server that is stopped would never report it. One that forks nothing for `fork_s` seconds
+        still loads torch, and will not start this worker.
+        """
+        while self.wait(REPORT_S if self.pid else fork_s) is None:
             if "T" in process.thread_states(self.server.pid):
                 self.server.kill()
+            elif self._pid is None:
+                self._end(-signal.SIGKILL)
 
     def _advance(self, timeout_s: float | None) -> bool:
         """Return whether the server has reported the worker's start or end within the timeout."""
@@ -94,9 +102,12 @@ class WorkerProcess:
             (self._pid,) = STATUS.unpack(data)
             return True
         # If the pipe ends without a status, the server has died, and the worker with it.
-        (self._code,) = STATUS.unpack(data) if data else (-signal.SIGKILL,)
-        os.close(self._status)
+        self._end(STATUS.unpack(data)[0] if data else -signal.SIGKILL)
         return True
+
+    def _end(self, code: int) -> None:
+        self._code = code
+        os.close(self._status)
 
 
 class ForkServer:

@@ -34,6 +34,8 @@ MOST_HANDSHAKES = 64
 """Connections that may be in their handshake at the same time. A further one ends the oldest."""
 MOST_NBYTES = 64 * 1024
 """Bytes of the longest greeting."""
+MOST_REFUSED = 64
+"""Refusals that a door tells."""
 FULL_S = 0.05
 """Seconds until the next try if the system gives no connection, for instance for want of files."""
 _LENGTH = struct.Struct("<I")
@@ -71,7 +73,10 @@ class Visitor(NamedTuple):
 
 
 class Door:
-    """Listens on an address for hosts with the secret. `visitors` are by purpose."""
+    """Listens on an address for hosts with the secret. `visitors` are by purpose.
+
+    Each refusal of a host is a warning, once for each caller and reason.
+    """
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class Door:
         self._changing = threading.Lock()
         # Held from the check of a greeting until its visitor has the connection.
         self._admitting = threading.Lock()
+        self._refused: dict[str, None] = {}
         self._closing = False
         threading.Thread(target=self._accept, name="hetpipe door", daemon=True).start()
 
@@ -103,6 +109,11 @@ class Door:
         """The address on which this host listens."""
         host, port, *_ = self._server.getsockname()
         return host, port
+
+    @property
+    def refused(self) -> list[str]:
+        """The refused callers, each with the reason."""
+        return [*self._refused]
 
     def close(self) -> None:
         self._closing = True
@@ -114,7 +125,7 @@ class Door:
     def _accept(self) -> None:
         while not self._closing:
             try:
-                sock, _ = self._server.accept()
+                sock, (caller, *_) = self._server.accept()
             except OSError:
                 time.sleep(FULL_S)
                 continue
@@ -124,7 +135,7 @@ class Door:
                     del self._shaking[next(iter(self._shaking))]
                 self._shaking[sock] = None
             thread = threading.Thread(
-                target=self._greet, args=(sock,), name="hetpipe greeting", daemon=True
+                target=self._greet, args=(sock, caller), name="hetpipe greeting", daemon=True
             )
             try:
                 thread.start()
@@ -137,7 +148,14 @@ class Door:
         with self._changing:
             self._shaking.pop(sock, None)
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _tell_refusal(self, text: str) -> None:
+        with self._changing:
+            if text in self._refused or len(self._refused) == MOST_REFUSED:
+                return
+            self._refused[text] = None
+        logger.warning("%s", text)
+
+    def _greet(self, sock: socket.socket, caller: str) -> None:
         """Answer a greeting. A caller without the secret gets no answer."""
         try:
             sock.settimeout(HANDSHAKE_S)
@@ -145,22 +163,28 @@ class Door:
                 stream = TlsStream(sock, self._secret, server=True)
             finally:
                 self._end_handshake(sock)
-            if self._admit(stream, _receive(stream)):
+            if self._admit(stream, _receive(stream), caller):
                 return
         except RefusedError as error:
-            logger.info("a connection without the secret was refused: %s", error)
-        except (OSError, EOFError, ValueError) as error:
-            logger.info("a connection was refused: %s", error)
+            self._tell_refusal(
+                f"a caller from {caller} has another secret, or is no host of hetpipe ({error})"
+            )
+        except ValueError as error:
+            self._tell_refusal(f"a caller from {caller} was refused: {error}")
+        except (OSError, EOFError) as error:
+            logger.info("a connection from %s was refused: %s", caller, error)
         except Exception:
             logger.exception("a connection was refused")
         shut(sock)
 
-    def _admit(self, stream: TlsStream, message: dict[str, Any]) -> bool:
+    def _admit(self, stream: TlsStream, message: dict[str, Any], caller: str) -> bool:
         """Answer a greeting; return whether a visitor has the connection."""
         with self._admitting:
             greeting, reason = self._judge(message)
             _send(stream, {"facts": asdict(self._facts), "refused": reason})
             if greeting is None or reason:
+                if greeting is None or not greeting.call.wire:  # a wire may outlive its crew
+                    self._tell_refusal(f"{_named(message, caller)} was refused: {reason}")
                 return False
             stream.socket.settimeout(None)
             self._visitors[greeting.call.purpose].visit(stream, greeting)
@@ -173,11 +197,11 @@ class Door:
         try:
             greeting = _greeting(message)
         except ValueError as error:
-            return None, f"it does not understand the greeting: {error}"
+            return None, f"this host does not understand the greeting: {error}"
         if self._closing:
-            return None, "it ends now"
+            return None, "this host ends now"
         if (visitor := self._visitors.get(greeting.call.purpose)) is None:
-            return None, f"it does not answer {greeting.call.purpose!r}"
+            return None, f"this host does not answer {greeting.call.purpose!r}"
         return greeting, visitor.check(greeting)
 
 
@@ -225,9 +249,18 @@ def _other_version(message: dict[str, Any], ours: Facts) -> str:
     if not isinstance(theirs, str) or theirs == ours.hetpipe:
         return ""
     return (
-        f"it has hetpipe {ours.hetpipe}, and the host that calls has {short(theirs)}: install one "
-        "version"
+        f"the caller has hetpipe {short(theirs)}, and the host that it calls {ours.hetpipe}: "
+        "install one version"
     )
+
+
+def _named(message: dict[str, Any], caller: str) -> str:
+    """Return the name and address of a host. Its facts may have another form."""
+    facts = message.get("facts")
+    name = facts.get("name") if isinstance(facts, dict) else None
+    if not isinstance(name, str) or problem_of_name(name):
+        return f"a caller from {caller}"
+    return f"host {name!r} ({caller})"
 
 
 def _greeting(message: dict[str, Any]) -> Greeting:

@@ -223,7 +223,6 @@ class Gathering:
 
     def __init__(self) -> None:
         self._others: list[RemoteHost] = []  # some may be lost by now
-        self.refused: list[str] = []  # the reasons
         # Held while the list changes; the waiting thread is woken for each agent.
         self._changed = threading.Condition()
 
@@ -241,15 +240,20 @@ class Gathering:
     def names(self) -> list[str]:
         return [other.name for other in self.others]
 
-    def wait(self, count: int, limit_s: float, names: Sequence[str] = ()) -> list[RemoteHost]:
-        """Wait for `count` agents. Raises `ClusterError` with the names that came in time, and
-        the others of `names`."""
+    def wait(
+        self, count: int, limit_s: float, door: Door, names: Sequence[str] = ()
+    ) -> list[RemoteHost]:
+        """Wait for `count` agents at a door.
+
+        Raises `ClusterError` with the names that came in time, the others of `names`, and the
+        callers that were refused.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.others) >= count, limit_s):
                 came = ", ".join(sorted(self.names)) or "none"
                 absent = ", ".join(name for name in names if name not in self.names)
                 few = f"remove {absent} from the cluster" if absent else "give a smaller count"
-                refused = "".join(f"; one was refused: {reason}" for reason in self.refused[:3])
+                refused = "".join(f"; {caller}" for caller in door.refused[:3])
                 raise ClusterError(
                     f"{len(self.others)} of {count} other hosts have come within {limit_s:.0f} s "
                     f"({came}): start an agent on each of the others, or {few}"

@@ -179,15 +179,12 @@ def gather(
 
     def check(greeting: Greeting) -> str:
         if reason := _strange(greeting.facts.name, names):
-            gathering.refused.append(reason)
             return reason
         if len(gathering.names) >= count - 1:
             return f"all {count} hosts have met already"
         if greeting.call.rank:
             return ""  # gets another name
-        if reason := _refusal(greeting.facts.name, [facts.name, *gathering.names]):
-            gathering.refused.append(reason)
-        return reason
+        return _refusal(greeting.facts.name, [facts.name, *gathering.names])
 
     def visit(stream: TlsStream, greeting: Greeting) -> None:
         gathering.add(lambda names: _remote(stream, greeting, [facts.name, *names]))
@@ -196,7 +193,8 @@ def gather(
     door = Door(address, secret, facts, visitors)
     try:
         listening(door)
-        others = gathering.wait(count - 1, limit_s, [each for each in names if each != facts.name])
+        absent = [each for each in names if each != facts.name]
+        others = gathering.wait(count - 1, limit_s, door, absent)
     except BaseException:
         door.close()
         dismiss(gathering.others, failed=True)
@@ -218,7 +216,7 @@ def _refusal(name: str, names: Sequence[str]) -> str:
     same = [other for other in names if other.lower() == name.lower()]
     if not same:
         return ""
-    return f"it knows a host {same[0]!r} already: start the agent of {name!r} with another --name"
+    return f"there is a host {same[0]!r} already: start the agent of {name!r} with another --name"
 
 
 def _remote(stream: TlsStream, greeting: Greeting, names: Sequence[str]) -> RemoteHost:

@@ -62,7 +62,8 @@ def main(fd: int, controller: int) -> None:
             except EOFError:
                 return
             status = descriptors.pop()
-            pid = _fork(request, descriptors)
+            # The crew may have closed the channel while torch was loaded.
+            pid = None if _is_closed(descriptors[0]) else _fork(request, descriptors)
             for received in descriptors:
                 os.close(received)
             if pid is None:
@@ -73,6 +74,12 @@ def main(fd: int, controller: int) -> None:
             ended = os.pidfd_open(pid)
             poll.register(ended, select.POLLIN)
             workers[ended] = pid, status
+
+
+def _is_closed(channel: int) -> bool:
+    poll = select.poll()
+    poll.register(channel, 0)  # reports only that the other end is closed
+    return bool(poll.poll(0))
 
 
 def _fork(request: Fork, descriptors: list[int]) -> int | None:

@@ -242,7 +242,9 @@ EVENTS: dict[str, Event | Strain | Intruder] = {
     "other-version": Intruder(_agent("0.0.1", SECRET), "install one version"),
     "too-many": Intruder(_agent(__version__, SECRET), "all 2 hosts have met"),
     "busy": Intruder(
-        lambda run: run.start_controller(0, "guest"), "h1 refuses: it works for host 'h0'", True
+        lambda run: run.start_controller(0, "guest"),
+        "h1 refuses: this agent works for host 'h0'",
+        True,
     ),
 }
 

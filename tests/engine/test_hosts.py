@@ -179,7 +179,7 @@ def test_a_wrong_secret_is_refused() -> None:
 def test_a_refused_host_is_named_where_it_lacks() -> None:
     address = free_address()
     agent = start_agent("--meet", address, "--name", "H0")
-    with patched_secret(), pytest.raises(ClusterError, match="knows a host 'h0' already"):
+    with patched_secret(), pytest.raises(ClusterError, match="there is a host 'h0' already"):
         Cluster.hosts(address, 2, name="h0", limit_s=10)
     assert end(agent)[0] == 1
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -149,10 +150,34 @@ def test_a_second_agent_of_one_name_is_refused_at_both_ends(name: str) -> None:
 
     with patched_secret():
         threading.Thread(target=join_both, daemon=True).start()
-        reason = f"knows a host 'h1' already: start the agent of '{name}' with another --name"
+        reason = f"there is a host 'h1' already: start the agent of '{name}' with another --name"
         with pytest.raises(ClusterError, match=rf"1 of 2 .* \(h1\).* was refused: .*{reason}"):
             Cluster.hosts(meet, 3, name="h0", limit_s=2.0)
     assert reason in told.get(timeout=LIMIT_S)
+
+
+def test_refused_callers_are_named_once_where_they_lack(caplog: pytest.LogCaptureFixture) -> None:
+    meet = free_address()
+    older = replace(own_facts("b"), hetpipe="0.0.1")
+
+    def call_in_vain() -> None:
+        for _ in range(2):
+            for secret, facts in ((RIGHT[::-1], own_facts("c")), (RIGHT, older)):
+                with suppress(ClusterError):
+                    call(parse_address(meet), secret, facts, Wires(), LIMIT_S)
+
+    with patched_secret():
+        threading.Thread(target=call_in_vain, daemon=True).start()
+        with pytest.raises(ClusterError) as caught:
+            Cluster.hosts(meet, 2, name="h0", limit_s=2.0)
+    told = [record.getMessage() for record in caplog.records if "127.0.0.1" in record.message]
+    assert told == [
+        "a caller from 127.0.0.1 has another secret, or is no host of hetpipe "
+        "(TLSV1_ALERT_UNKNOWN_CA)",
+        "host 'b' (127.0.0.1) was refused: the caller has hetpipe '0.0.1', and the host that it "
+        f"calls {own_facts().hetpipe}: install one version",
+    ]
+    assert all(text in str(caught.value) for text in told)
 
 
 def test_a_device_that_a_host_lacks_is_named_with_the_host() -> None:
@@ -210,7 +235,9 @@ def test_an_agent_that_stays_refuses_a_second_training_and_serves_after_a_failed
         with patched_secret():
             first = cluster()
             with Crew.start(first) as crew:
-                with pytest.raises(ClusterError, match="h1 refuses: it works for host 'h0' now"):
+                with pytest.raises(
+                    ClusterError, match="h1 refuses: this agent works for host 'h0' now"
+                ):
                     cluster()
                 losses = train(crew, members, "1f1b")
                 assert ports_of(agent.pid) == {parse_address(listen)[1]}

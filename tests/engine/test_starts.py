@@ -20,6 +20,7 @@ from hetpipe.check.selftest_process import run_selftests
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.launcher import Timing, launch
 from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.profile.links import small_stages
@@ -189,6 +190,29 @@ def test_a_server_that_was_killed_is_replaced() -> None:
 
 
 @pytest.mark.slow
+def test_a_crew_closes_while_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server then starts none of its workers, and serves the next crew."""
+    may_load, command = tmp_path / "may load", process.command
+    wait = (
+        "import os, sys, time\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        "os.execv(sys.argv[2], sys.argv[2:])"
+    )
+    monkeypatch.setattr(
+        process,
+        "command",
+        lambda *words: [sys.executable, "-c", wait, str(may_load), *command(*words)],
+    )
+    monkeypatch.setenv("BLIS_ARCH", "generic")  # another server
+    launch(_pair("numpy:cpu:0", "numpy:cpu:0"), Timing(1.0, 8.0, 60.0)).fleet.close()
+    monkeypatch.delattr(process, "command")  # so no further server can start
+    may_load.touch()
+    with Crew.start(_pair("numpy:cpu:0")) as crew:
+        assert len(_pids(crew)) == 1
+
+
 def test_stages_of_a_measurement_import_no_torch_compilers() -> None:
     """A start with known costs would import the compilers for these stages only."""
     code = """

@@ -107,7 +107,8 @@ def test_an_operator_that_a_host_lacks_is_refused(two: Crew) -> None:
 def test_another_version_of_hetpipe_is_refused_with_both_versions() -> None:
     older = replace(own_facts("h0"), hetpipe="0.0.9")
     door = Door(("127.0.0.1", 0), SECRET.encode(), older, {})
-    text = f"h0 refuses: it has hetpipe 0.0.9, and the host that calls has '{own_facts().hetpipe}'"
+    version = own_facts().hetpipe
+    text = f"h0 refuses: the caller has hetpipe '{version}', and the host that it calls 0.0.9:"
     with patched_secret(), pytest.raises(ClusterError, match=text):
         serve_once(door.address, "h1", 5.0)
     door.close()
