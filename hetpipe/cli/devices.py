@@ -10,6 +10,7 @@ from hetpipe.cli.options import BackendsOption, ClusterOption, JsonOption, split
 from hetpipe.cli.output import Output
 
 if TYPE_CHECKING:
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.cluster.survey import Survey
     from hetpipe.hosts.hosts import Hosts
 
@@ -24,28 +25,38 @@ def command(
 
     The column `joins` marks the devices of an automatic cluster, or of the cluster file.
     """
-    from hetpipe.cluster.cluster import Cluster
-    from hetpipe.cluster.survey import survey
-    from hetpipe.crew.launcher import configure_backends
-    from hetpipe.errors import ClusterError
+    from hetpipe.cluster.cluster import Cluster, connected
+    from hetpipe.cluster.cluster_file import read_cluster_file
+    from hetpipe.crew.launcher import check_met, part_of
     from hetpipe.report.tables import device_table
 
     output, names, hosts = Output(json), split_names(backends), hosts_of_command()
     if hosts is not None:
-        if cluster is not None:
-            raise ClusterError(f"--cluster {cluster} describes one host: leave it out")
-        _show_hosts(output, hosts, hosts.call_all(SURVEY_S, survey, names))
+        whole = cluster and connected(read_cluster_file(cluster, meets=True), hosts)
+        parts = {f.name: whole and part_of(whole, f.name) for f in hosts.facts}
+        arguments = {name: (part, names) for name, part in parts.items()}
+        _show_hosts(output, hosts, hosts.call_each(SURVEY_S, survey_for, arguments))
         return
     described = None if cluster is None else Cluster.load(cluster)
     if described is not None:
-        configure_backends(described)
-    found = survey(names)
-    if described is not None:
-        joining = frozenset(member.device for member in described.members)
-        found = replace(found, joining=joining)
+        check_met(described)
+    found = survey_for(described, names)
     output.console.print(device_table(found.infos, found.joining, found.providers))
     _show_backends(output, found, "")
     output.finish(_plain(found))
+
+
+def survey_for(cluster: Cluster | None, backends: list[str] | None) -> Survey:
+    """Return the survey of this host, with a cluster's options and its devices as the joining
+    ones."""
+    from hetpipe.cluster.survey import survey
+    from hetpipe.crew.launcher import configure_backends
+
+    if cluster is None:
+        return survey(backends)
+    configure_backends(cluster)
+    joining = frozenset(member.device for member in cluster.members)
+    return replace(survey(backends), joining=joining)
 
 
 def _show_hosts(output: Output, hosts: Hosts, surveys: dict[str, Survey]) -> None:

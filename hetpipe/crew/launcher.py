@@ -77,12 +77,7 @@ def launch(cluster: Cluster, timing: Timing) -> Launched:
     check_not_loading()
     _check_members(cluster)
     control = Control(labels_of(cluster))
-    if cluster.connections is None and any(member.host for member in cluster.members):
-        raise ClusterError(
-            f"the hosts {words({member.host: 0 for member in cluster.members})} have not met: make "
-            "this cluster by hp.Cluster.load_hosts, or start the command on each host by torchrun "
-            "(docs/hosts.md)"
-        )
+    check_met(cluster)
     if cluster.connections is not None:
         fleet: Fleet = _launch_on_hosts(cluster, cluster.connections, control, timing)
         return Launched(fleet, control)
@@ -94,6 +89,24 @@ def launch(cluster: Cluster, timing: Timing) -> Launched:
     else:
         fleet = launch_here(cluster, control, timing, Plugboard(transport), sharing)
     return Launched(fleet, control)
+
+
+def check_met(cluster: Cluster) -> None:
+    """Raise `ClusterError` for hosts of a cluster file that have not met."""
+    if cluster.connections is None and any(member.host for member in cluster.members):
+        raise ClusterError(
+            f"the hosts {words({member.host: 0 for member in cluster.members})} have not met: make "
+            "this cluster by hp.Cluster.load_hosts, or start the command on each host by torchrun "
+            "(docs/hosts.md)"
+        )
+
+
+def part_of(cluster: Cluster, host: str) -> Cluster:
+    """Return the part of a cluster that one of its hosts starts."""
+    members = tuple(member for member in cluster.members if member.host == host)
+    used = {*map(_backend, members)}
+    options = {name: options for name, options in cluster.options.items() if name in used}
+    return replace(cluster, members=members, links={}, options=options, connections=None)
 
 
 def labels_of(cluster: Cluster) -> list[str]:
@@ -134,10 +147,10 @@ def _launch_on_hosts(
     places = [member.host for member in cluster.members]
     fleet = HostsFleet(control, hosts, places)
     crew = hosts.new_crew()
+    configure_backends(cluster)  # the options may change the programs of other hosts' devices
 
     def start(host: str, control: ControlPart) -> Fleet:
-        members = tuple(member for member in cluster.members if member.host == host)
-        part = replace(cluster, members=members, links={}, connections=None)
+        part = part_of(cluster, host)
         if host == hosts.own.name:
             plugboard = Plugboard(transport, Outside(hosts.wires, hosts.secret))
             return launch_here(part, control, timing, plugboard, sharing)

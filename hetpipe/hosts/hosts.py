@@ -172,9 +172,16 @@ class Hosts:
 
         Raises the error of a host, and `WorkerError` for a lost or late one.
         """
-        run = Run(function, arguments)
-        finishes = {name: other.begin(run) for name, other in self.others.items()}
-        results = {self.own.name: function(*arguments)}
+        return self.call_each(limit_s, function, {facts.name: arguments for facts in self.facts})
+
+    def call_each(
+        self, limit_s: float, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
+    ) -> dict[str, Any]:
+        """Do the same as `call_all`, with other arguments on each host."""
+        finishes = {
+            name: other.begin(Run(function, arguments[name])) for name, other in self.others.items()
+        }
+        results = {self.own.name: function(*arguments[self.own.name])}
         return results | {name: finish(limit_s) for name, finish in finishes.items()}
 
     def route(self, source: str, target: str) -> tuple[tuple[str, int], float]:

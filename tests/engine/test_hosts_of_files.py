@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pipelines import pipeline
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.cli import devices, options
 from hetpipe.cluster import Cluster
 from hetpipe.cluster.member import available_cores
 from hetpipe.crew.agent import serve_once
@@ -151,6 +153,40 @@ def test_a_device_or_core_that_the_host_lacks(
     text = BARE.replace(old, new) + '[[device]]\nhost = "h0"\ndevice = "numpy:cpu:0"\n'
     with met(text, tmp_path, h1) as cluster, pytest.raises(error, match=words):
         Crew.start(cluster)
+
+
+def test_commands_take_the_file_of_the_hosts_that_have_met(
+    tmp_path: Path, h1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, found = tmp_path / "lab.toml", tmp_path / "found.json"
+    with met(FILE, tmp_path, h1) as cluster:
+        connections = cluster.connections
+        assert connections is not None
+        for module in (options, devices):
+            monkeypatch.setattr(module, "hosts_of_command", lambda: connections)
+        made = options.make_cluster(file, None, None, ["h0/own=0.25"])
+        assert [(member.id, member.speed) for member in made.members] == [
+            ("h1/numpy:cpu:0", 0.5), ("h0/own", 0.25),
+        ]  # fmt: skip
+        devices.command(backends="numpy", cluster=file, json=str(found))
+        hosts = json.loads(found.read_text())["hosts"]
+        assert [(host["name"], host["devices"][0]["joins"]) for host in hosts] == [
+            ("h0", True), ("h1", True),
+        ]  # fmt: skip
+        file.write_text(FILE.replace('"h1', '"h2'))
+        with pytest.raises(ClusterError, match="hosts h0, h2, and h0, h1 have met; absent: h2; un"):
+            options.make_cluster(file, None, None, None)
+    for module in (options, devices):
+        monkeypatch.setattr(module, "hosts_of_command", lambda: None)
+    with pytest.raises(ClusterError, match=r"hosts h2, h0 have not met: .* by torchrun"):
+        devices.command(cluster=file)
+
+
+def test_options_of_a_backend_apply_where_its_devices_are(tmp_path: Path, h1: str) -> None:
+    text = BARE.replace("numpy", "pytorch") + '[[device]]\nhost = "h0"\ndevice = "numpy:cpu:0"\n'
+    text += '[backend.pytorch]\ncompile = "inductor"\n'
+    with met(text, tmp_path, h1) as cluster, Crew.start(cluster) as crew:
+        assert "inductor" in crew.infos["h1/pytorch:cpu:0"].driver
 
 
 def test_hosts_of_a_file_that_do_not_come_and_others_that_do_are_named(tmp_path: Path) -> None:

@@ -36,7 +36,28 @@ between = ["soft:board:7", "slow"]
 bandwidth = "1 Gb/s"
 latency = "1 ms"
 """
-FILES = [ATTACHED, *(path.read_bytes() for path in sorted(PAPERS.glob("*.toml")))]
+HOSTS = b"""\
+[[host]]
+name = "a"
+
+[[host]]
+name = "b"
+
+[[device]]
+host = "a"
+device = "soft:cpu:0"
+
+[[device]]
+host = "b"
+id = "slow"
+device = "soft:cpu:0"
+cores = [4096]
+
+[[link]]
+between = ["a/soft:cpu:0", "b/slow"]
+latency = "1 ms"
+"""
+FILES = [ATTACHED, HOSTS, *(path.read_bytes() for path in sorted(PAPERS.glob("*.toml")))]
 AMOUNTS = st.sampled_from(["1", "0", "2.5", "1e3", "1e-3", "1e999", "9" * 400, "-1", "", "nan"])
 UNITS = st.sampled_from(["Gb/s", "MiB/s", "b/s", "Kib/s", "ms", "s", "ns", "", "b", "Gb/s Gb/s"])
 SPEEDS = st.tuples(AMOUNTS, st.sampled_from(["", " ", " " * 50_000]), UNITS).map("".join)
@@ -48,17 +69,22 @@ SOUND = {file_tables.parse_bandwidth: st.just("1 Gb/s"), file_tables.parse_time:
 
 
 def fitted(tables: dict[str, Any]) -> dict[str, Any]:
-    """Return tables that name each other's devices and servers, and an existing board."""
+    """Return tables that name each other's devices, servers and hosts, and an existing board."""
     servers = ["", *(f"s{number}" for number, _ in enumerate(tables["server"]))]
     for name, server in zip(servers[1:], tables["server"], strict=True):
         server |= {"name": name, "count": None}
+    hosts = [f"h{number}" for number, _ in enumerate(tables["host"][: len(tables["device"])])]
+    tables["host"] = [host | {"name": name} for host, name in zip(tables["host"], hosts)]  # noqa: B905
     for number, device in enumerate(tables["device"]):
         device |= {"id": f"d{number}", "board": "v100-pcie-16", "count": None}
-        device["server"] = servers[number % len(servers)] or None
+        device["server"] = (not hosts and servers[number % len(servers)]) or None
+        device["host"] = hosts[number % len(hosts)] if hosts else None
         for key in ("device", "cores", "speed"):
             del device[key]
     for link in tables["link"]:
-        link["between"] = ["d0", f"d{len(tables['device']) - 1}"]
+        last = len(tables["device"]) - 1
+        ends = (f"{hosts[n % len(hosts)]}/d{n}" if hosts else f"d{n}" for n in (0, last))
+        link["between"] = list(ends)
     return tables
 
 
