@@ -15,10 +15,15 @@ from hetpipe.cli.study import (
     SubjectOptions,
     cluster_from,
 )
+from hetpipe.errors import ClusterError
 from hetpipe.report.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.study.changes import Alternative
+
+
+MOST_REMOVALS = 256
+"""Devices up to which each removal is planned without `--change`."""
 
 
 def command(
@@ -47,6 +52,11 @@ def command(
 
     output = Output(json)
     members = cluster_from(cluster)
+    if not change and len(members.ids) > MOST_REMOVALS:
+        raise ClusterError(
+            f"the cluster has {len(members.ids)} devices, and hetpipe removes each of at most "
+            f"{MOST_REMOVALS} by itself: name changes with --change"
+        )
     changes = change or [f"-{id}" for id in members.ids]
     for each in changes:  # refuse unknown names before the model is captured
         changed(members, each)

@@ -19,32 +19,37 @@ class ClusterLinks(Mapping[Pair, LinkCost]):
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._known: dict[Pair, LinkCost] = {}
 
     def __getitem__(self, ends: Pair) -> LinkCost:
         if ends not in self._known:
             if ends not in self:
                 raise KeyError(ends)
-            link = self._cluster.link(*ends)
+            link = self.cluster.link(*ends)
             bandwidth_Bps = math.inf if link.bandwidth_Bps is None else link.bandwidth_Bps
             self._known[ends] = LinkCost(
-                link.latency_s or 0.0, bandwidth_Bps, "modelled", self._cluster.sum_speed(*ends)
+                link.latency_s or 0.0, bandwidth_Bps, "modelled", self.cluster.sum_speed(*ends)
             )
         return self._known[ends]
 
     def __contains__(self, ends: object) -> bool:
         if ends in self._known:
             return True
-        known = self._cluster.is_member
+        known = self.cluster.is_member
         return isinstance(ends, tuple) and ends[0] != ends[1] and all(map(known, ends))
 
     def __iter__(self) -> Iterator[Pair]:
-        return permutations(self._cluster.ids, 2)
+        return permutations(self.cluster.ids, 2)
 
     def __len__(self) -> int:
-        count = len(self._cluster.ids)
+        count = len(self.cluster.ids)
         return count * (count - 1)
+
+    @property
+    def described_by_servers(self) -> bool:
+        """Whether servers and the network alone describe the bandwidths of all links."""
+        return not self.cluster.links and self.cluster.describes_all_links
 
 
 def slowest_pairs(
@@ -52,7 +57,7 @@ def slowest_pairs(
 ) -> tuple[list[Pair], list[Pair]] | None:
     """Return pairs of members inside servers, and between servers, with the slowest links of all
     such pairs. None unless servers and network alone describe the links."""
-    if cluster.links or not isinstance(links, ClusterLinks) or not cluster.describes_all_links:
+    if not isinstance(links, ClusterLinks) or not links.described_by_servers:
         return None
     groups = cluster.groups()
     inside = [(group[0], group[-1]) for group in groups if len(group) > 1]

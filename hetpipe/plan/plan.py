@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -300,13 +300,24 @@ def _bound(plan: Plan) -> str:
     return f" (no plan below {1e3 * plan.lower_bound_s:.2f} ms: {100 * plan.gap:.0f} % above)"
 
 
+MOST_NAMED = 16
+"""Most devices of a stage that a printed plan names."""
+
+
+def _named(devices: Sequence[str]) -> str:
+    """Return the names of a stage's devices; of many devices the first and the last one."""
+    if len(devices) <= MOST_NAMED:
+        return ", ".join(devices)
+    return f"{devices[0]} .. {devices[-1]}, {len(devices)} in all"
+
+
 def _row(plan: Plan, index: int, stage: StagePlan) -> tuple[str, ...]:
     priced = plan.is_priced
     first, last = plan.layers[stage.lo], plan.layers[stage.hi - 1]
     return (
         str(index),
         f"{stage.lo}-{stage.hi - 1} {first}" + (f" .. {last}" if last != first else ""),
-        ", ".join(stage.devices),
+        _named(stage.devices),
         f"{1e3 * stage.forward_s:.2f}" if priced else "?",
         f"{1e3 * stage.backward_s:.2f}" if priced else "?",
         str(stage.in_flight),

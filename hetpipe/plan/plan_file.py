@@ -8,6 +8,7 @@ from typing import Any
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.files import write_json
+from hetpipe.plan.described import table_from_json, table_to_json
 from hetpipe.plan.plan import Plan
 from hetpipe.records import Source, read_json
 from hetpipe.words import short, words
@@ -18,7 +19,7 @@ def write_plan(path: Path, plan: Plan, costs: CostTable | None, workload: str = 
 
     `workload` is the name by which commands know the model, if there is one.
     """
-    kept = {} if costs is None else {"costs": costs.to_json()}
+    kept = {} if costs is None else {"costs": table_to_json(costs)}
     named = {"workload": workload} if workload else {}
     write_json(path, plan.to_json() | named | kept)
 
@@ -34,7 +35,7 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
     plan = Plan.from_json(data, str(path))
     if costs is None:
         return plan, None
-    table = CostTable.from_json(costs, f"{path}: costs")
+    table = table_from_json(costs, f"{path}: costs")
     _check_fit(plan, table, Source("the plan", PlanError, str(path)))
     return plan, table
 

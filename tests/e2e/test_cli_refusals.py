@@ -53,6 +53,10 @@ REFUSED = [
     ((*WHATIF, "--change", "v100-sxm-16.0=t5"), "no board 't5'"),
     ((*WHATIF, "--change", "+t4@b.7"), "t4.0: no server 'b.7'; did you mean b.1 or b.0?"),
     ((*WHATIF, "--change", "-t4.0"), "no device 't4.0'"),
+    (
+        ("whatif", "gpt", "--cluster", "many.toml"),
+        "has 257 devices, and hetpipe removes each of at",
+    ),
     ((*WHATIF, "--planner", "dappl"), "no planner 'dappl'; did you mean dapple?"),
     ((*WHATIF, "--schedules", "1f1b,1f"), "no schedule '1f'"),
     (("whatif", "gtp", "--cluster", "pipedream-b"), "no model 'gtp'; did you mean gpt?"),
@@ -114,6 +118,8 @@ def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text('[[device]]\ndevice = "numpy:cpu:0"\n')
     board = '[[device]]\nboard = "t4"\nnumerics = "numpy:cpu:0"\n'
     (tmp_path / "board.toml").write_text(board)
+    many = '[[device]]\nboard = "t4"\ncount = 257\n[network]\nbandwidth = "1 Gb/s"\n'
+    (tmp_path / "many.toml").write_text(many)
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "old.json").write_text(json.dumps(PLAN))
     done = subprocess.run(

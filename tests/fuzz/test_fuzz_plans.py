@@ -20,6 +20,20 @@ from hetpipe.plan.plan import VERSION
 from hetpipe.plan.simulation import simulate
 from hetpipe.schedule.rule import schedule_names
 
+TOPOLOGY = {
+    "latency_s": 1e-6, "bandwidth_Bps": 1e9, "shape": "switch", "duplex": "full",
+    "all_reduce_Bps": None,
+}  # fmt: skip
+DESCRIBED = COSTS | {
+    "links": [],
+    "cluster": {
+        "devices": [
+            {"id": id, "like": id, "memory_domain": id, "server": "s"} for id in COSTS["devices"]
+        ],
+        "servers": [{"name": "s", "inside": TOPOLOGY}],
+        "network": None,
+    },
+}
 USE: tuple[type[HetpipeError], ...] = (PlanError, ScheduleError, CostError)
 
 
@@ -52,7 +66,9 @@ def fitted(plan: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_damaged(tmp_path: Path) -> None:
-    files = damaged_json(st.sampled_from([PLAN, PLAN | {"costs": COSTS}]))
+    files = damaged_json(
+        st.sampled_from([PLAN, *(PLAN | {"costs": each} for each in (COSTS, DESCRIBED))])
+    )
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "p.json", content)))
 
 

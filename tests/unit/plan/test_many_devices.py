@@ -9,12 +9,16 @@ from hetpipe.cluster.links import ClusterLinks
 from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost.pipedream_profile import ChainCosts
+from hetpipe.errors import CostError
 from hetpipe.plan.dapple import candidates
+from hetpipe.plan.described import table_from_json, table_to_json
+from hetpipe.plan.plan_file import read_plan, write_plan
 from hetpipe.plan.planners.choice import plan
 from hetpipe.plan.pricing import stage_times
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.server_groups import Machines, Wire, fewest_stages
 from hetpipe.plan.sharing import crossing
+from hetpipe.plan.simulation import simulate
 from hetpipe.study.subject import of_chain
 
 LAYERS, SERVERS, EACH = 24, 64, 8
@@ -50,6 +54,45 @@ def test_planners_look_at_few_links(cluster, planner):
     assert made.lower_bound_s <= made.step_s
     stage_times(made, tables[512], True, cluster)
     assert len(links._known) < 8 * len(cluster.ids)
+
+
+def test_files_contain_each_kind_of_device_once(cluster, tmp_path):
+    """Write a plan for 512 devices in less than 240 bytes per device; there are 261,632 links."""
+    subject = of_chain("chain", CHAIN, 64, 32768)
+    tables = subject.costs(cluster, [512])
+    made = plan(tables, cluster, PlannerOptions(32768, microbatches=(64,)), "dapple")
+    path = tmp_path / "plan.json"
+    write_plan(path, made, tables[512])
+    assert path.stat().st_size < 240 * len(cluster.ids)
+    again, table = read_plan(path)
+    assert again == made
+    assert table is not None
+    assert table.devices == tables[512].devices
+    assert all(table.links[pair] == tables[512].links[pair] for pair in (("0", "1"), ("9", "500")))
+    for shared in (None, cluster):
+        expected = simulate(made, tables[512], shared)
+        assert simulate(again, table, shared).timeline == expected.timeline
+    lines = str(made).splitlines()
+    assert max(map(len, lines[: 1 + len(made.stages)])) < 160
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"like": "b"}, r"cluster.devices.1 is like 'b'; the table has a"),
+        ({"id": "a"}, r"cluster.devices.1 is a second device 'a'"),
+        ({"server": "t"}, r"cluster is impossible: b: no server 't'; known: s"),
+    ],
+)
+def test_wrong_descriptions_are_refused(change, message):
+    members = tuple(Member(id, "", board="t4", server="s") for id in "ab")
+    pair = Cluster(members, servers=(Server("s", Topology(5e-6, 25e9)),))
+    table = of_chain("chain", CHAIN, 64, 64).costs(pair, [64])[64]
+    data = table_to_json(table)
+    assert table_from_json(data) == table
+    data["cluster"]["devices"][1] |= change
+    with pytest.raises(CostError, match=message):
+        table_from_json(data)
 
 
 def test_the_search_of_dapple_counts_few_states(monkeypatch):
