@@ -204,11 +204,9 @@ def gather(
 
 def _strange(name: str, names: Sequence[str]) -> str:
     """Return why a host with this name may not come, or ""."""
-    return (
-        f"no host of this cluster is {name!r}; {choices(name, names)}"
-        if names and name not in names
-        else ""
-    )
+    if not names or name in names:
+        return ""
+    return f"no host of this cluster is {name!r}; {choices(name, names)}"
 
 
 def _refusal(name: str, names: Sequence[str]) -> str:

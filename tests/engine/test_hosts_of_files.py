@@ -77,13 +77,23 @@ def met(text: str, folder: Path, agent: str) -> Iterator[Cluster]:
         cluster.connections.close()
 
 
-def open_pipeline(crew: Crew) -> hp.Pipeline:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def open_pipeline(crew: Crew) -> hp.Pipeline:
     return pipeline(
-        crew, model, nn.functional.cross_entropy, (X, Y), crew.cluster.ids,
+        crew, make_model(), nn.functional.cross_entropy, (X, Y), crew.cluster.ids,
         optimizer=hp.optim.sgd(0.1), microbatches=2,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(crews: Crews) -> list[float]:
+    """Return the losses on one host."""
+    with open_pipeline(crews(("numpy:cpu:0",) * 2, "shared-memory")) as pipe:
+        return losses(pipe)
 
 
 def losses(pipe: hp.Pipeline) -> list[float]:
@@ -91,10 +101,8 @@ def losses(pipe: hp.Pipeline) -> list[float]:
 
 
 def test_a_file_trains_over_hosts_and_its_link_delays_and_is_priced(
-    tmp_path: Path, h1: str, crews: Crews
+    tmp_path: Path, h1: str, expected: list[float]
 ) -> None:
-    with open_pipeline(crews(("numpy:cpu:0",) * 2, "shared-memory")) as pipe:
-        expected = losses(pipe)
     with met(FILE, tmp_path, h1) as cluster, Crew.start(cluster) as crew:
         far, own = cluster.members
         assert (far.id, far.host, far.server, far.speed) == ("h1/numpy:cpu:0", "h1", "h1", 0.5)
@@ -113,6 +121,44 @@ def test_a_file_trains_over_hosts_and_its_link_delays_and_is_priced(
     for link in links.values():
         assert link.label == "emulated"
         assert link.latency_s > LATENCY_S / 2  # a busy machine disturbs the measurement
+
+
+BOARDS = """\
+[[host]]
+name = "h0"
+
+[[host]]
+name = "h1"
+
+[[device]]
+host = "h0"
+board = "v100-sxm-16"
+numerics = "numpy:cpu:0"
+
+[[device]]
+host = "h1"
+board = "v100-sxm-16"
+numerics = "numpy:cpu:0"
+
+[network]
+bandwidth = "1 Gb/s"
+latency = "7 ms"
+"""
+
+
+def test_boards_of_hosts_train_with_the_modelled_network(
+    tmp_path: Path, h1: str, expected: list[float]
+) -> None:
+    with met(BOARDS, tmp_path, h1) as cluster, hp.Pipeline(
+        make_model(), nn.functional.cross_entropy, (X, Y), cluster=cluster,
+        optimizer=hp.optim.sgd(0.1), cuts=[2], microbatches=2, schedule="1f1b",
+    ) as pipe:  # fmt: skip
+        assert [stage.devices for stage in pipe.plan.stages] == [
+            ("h0/v100-sxm-16.0",), ("h1/v100-sxm-16.0",)
+        ]  # fmt: skip
+        assert losses(pipe) == expected
+        assert pipe.timeline.label == "modelled"
+        assert 0.014 < pipe.modelled_step_s < 0.016
 
 
 BARE = """\

@@ -146,6 +146,25 @@ def test_devices_and_doctor_show_all_hosts(tmp_path: Path) -> None:
                 assert tested == [("h0", True), ("h1", True)]
 
 
+@pytest.mark.slow
+def test_a_command_trains_on_the_hosts_of_a_cluster_file(tmp_path: Path) -> None:
+    file, found = tmp_path / "lab.toml", tmp_path / "found.json"
+    with network(2, tmp_path) as net:
+        file.write_text(
+            "".join(
+                f'[[host]]\nname = "{host}"\n[[device]]\nhost = "{host}"\nid = "own"\n'
+                'device = "numpy:cpu:0"\n'
+                for host in net.hosts
+            )
+        )
+        words = "--cluster", file, "--steps", 2, "--cuts", 1, "--json", found
+        ends = net.wait(net.start_torchrun("-m", "hetpipe", "train", "mlp", *words), 200.0)
+        texts = "".join(f"\n--- {host}\n{end.words}" for host, end in ends.items())
+        assert all(end.status == 0 for end in ends.values()), texts
+        devices = [stage["devices"] for stage in json.loads(found.read_text())["plan"]["stages"]]
+        assert sorted(devices) == [["h0/own"], ["h1/own"]]
+
+
 def table(hosts: int) -> dict[str, Any]:
     """Return trainings for a number of hosts."""
     everyone = "".join(map(str, range(hosts)))
