@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from agents import end, free_address, patched_secret, start_agent
@@ -17,8 +19,9 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import WorkerError
 
 POCL = "opencl:pocl:0"
-FULL = """
-for folder in /tmp /var/tmp /dev/shm; do
+FOLDERS = "/tmp", "/var/tmp", "/dev/shm"
+FULL = f"""
+for folder in {" ".join(FOLDERS)}; do
     mount -t tmpfs -o size=4k full $folder && head -c 4096 /dev/zero > $folder/full || exit 3
 done
 cd /tmp && exec "$@"
@@ -26,6 +29,14 @@ cd /tmp && exec "$@"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, unshare")
+@pytest.mark.skipif(
+    any(
+        Path(place).resolve().is_relative_to(folder)
+        for place in (__file__, sys.prefix)
+        for folder in FOLDERS
+    ),
+    reason="full disks would hide this checkout or its Python",
+)
 def test_a_full_disk_ends_no_training_and_is_named(crews: Crews) -> None:
     meet, names = free_address(), [DEVICE, *(i.id for i in infos() if i.id == POCL)]
     full = "unshare", "--mount", "sh", "-c", FULL, "sh"
