@@ -14,7 +14,8 @@ from hetpipe.cluster.topology import SHAPES, Link
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError
 
-PAGE = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[3] / "docs"
+PAGE = (PAGES / "clusters.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -32,6 +33,15 @@ def test_the_pages_file_loads(example: Path) -> None:
     loaded = Cluster.load(example)
     assert [(member.id, member.speed) for member in loaded.members] == [("fast", 1), ("slow", 0.5)]
     assert loaded.link("slow", "fast") == Link(1e-3, 1.25e8)
+
+
+def test_the_file_on_the_page_about_hosts_loads(tmp_path: Path) -> None:
+    page = (PAGES / "hosts.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "lab.toml").write_text(block, encoding="utf-8")
+    cluster = Cluster.load(tmp_path / "lab.toml")
+    assert all(f"`{id}`" in page for id in cluster.ids)
+    assert cluster.emulated_link(*cluster.ids) == Link(5e-3, 1.25e8)
 
 
 def test_the_pages_answers_about_its_described_cluster_are_right(tmp_path: Path) -> None:
