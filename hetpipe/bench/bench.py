@@ -13,12 +13,12 @@ from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hetpipe.bench.outcome import Linked, Outcome, Setting
+from hetpipe.bench.outcome import Linked, Outcome, Setting, own_members
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import AtOnceRow, Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cluster.member import available_cores
+from hetpipe.cluster.member import Member, available_cores
 from hetpipe.cluster.topology import Link
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import PlanError
@@ -97,9 +97,16 @@ def _over(link: Link, task: Task) -> Task:
 def _twin(task: Task, member: str) -> Task:
     """Return the task on two workers of a member's device, at the member's speed."""
     one = task.cluster.member(member)
-    pair = Cluster.local(devices=[one.device] * 2)
+    pair = _pair(task.cluster, one)
     members = tuple(replace(each, speed=one.speed) for each in pair.members)
     return _moved(task, replace(pair, members=members), dict.fromkeys(pair.ids, member))
+
+
+def _pair(cluster: Cluster, one: Member) -> Cluster:
+    """Return a cluster of two workers of a member's device, on its host."""
+    if cluster.connections is None:
+        return Cluster.local(devices=[one.device] * 2)
+    return Cluster.on(cluster.connections, [f"{one.host}/{one.device}"] * 2, {})
 
 
 def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
@@ -316,5 +323,5 @@ def _alone_plan(task: Task, member: str) -> Plan:
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:
     """Return sets of cores: one core, each member's, all cores; of equally large sets only one."""
     everything = available_cores()
-    shares = [everything[:1], *(m.cores for m in cluster.members if m.cores), everything]
+    shares = [everything[:1], *(m.cores for m in own_members(cluster) if m.cores), everything]
     return [min(s for s in shares if len(s) == n) for n in sorted({len(s) for s in shares})]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.rows import AtOnceRow, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Link
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ class Setting:
     twice: str | None = None
     link: Link | None = None
     peer: bool = True
+
+
+def own_members(cluster: Cluster) -> list[Member]:
+    """Return the members of this host."""
+    connections = cluster.connections
+    own = None if connections is None else connections.own.name
+    return [member for member in cluster.members if own in (None, member.host)]
 
 
 @dataclass(frozen=True)
@@ -133,14 +141,15 @@ class Outcome:
     def over_plain(self) -> dict[str, float]:
         """Return the rate of each member alone over plain torch's rate, by member.
 
-        Plain torch has as many threads as the member has cores. Members without cores or with an
-        emulated speed have no ratio.
+        Plain torch has as many threads as the member has cores. Members of other hosts, without
+        cores or with an emulated speed have no ratio.
         """
         plain = {row.threads: row.rate for row in self.plain}
         ratios = {}
+        here = own_members(self.task.cluster)
         for row in self.alone:
             member = self.task.cluster.member(row.plan.devices[0])
-            if member.speed == 1.0 and len(member.cores) in plain:
+            if member in here and member.speed == 1.0 and len(member.cores) in plain:
                 ratios[member.id] = row.rate / plain[len(member.cores)]
         return ratios
 

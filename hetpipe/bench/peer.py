@@ -84,6 +84,8 @@ def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[in
         return f"{workload.name} does not name blocks at which torch may cut it (Workload.blocks)"
     if cluster.links or any(member.speed != 1.0 for member in cluster.members):
         return "it emulates no speeds and no links"
+    if cluster.connections is not None:
+        return "it would need gloo between hosts"
     if any(not member.cores for member in cluster.members):
         return "it runs only on processors"
     if not 2 <= stages <= blocks:

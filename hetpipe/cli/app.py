@@ -70,4 +70,5 @@ def start(
     ] = False,
 ) -> None:
     """Handle the options of `hetpipe` itself, and make the checks before every command."""
-    check_command(context.invoked_subcommand or "")
+    if context.invoked_subcommand != "kernels":  # checks its own commands
+        check_command(context.invoked_subcommand or "")

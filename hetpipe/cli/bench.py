@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,7 +135,8 @@ def command(
             "times are modelled; use `hetpipe train` or `hetpipe compare`"
         )
     if full and not any(astuple(where)):
-        rehearse = REHEARSED if rehearse is None else rehearse
+        own = "" if here.connections is None else f"{here.connections.own.name}/"
+        rehearse = f"{own}{REHEARSED}" if rehearse is None else rehearse
         twice = here.ids[0] if twice is None else twice
     common = {
         "mini_batch": mini_batch, "microbatches": microbatches, "schedule": schedule,
@@ -149,7 +150,8 @@ def command(
 
     settings = _settings(here, models, twice or None, slow, rehearse or "", common)
     _check_models(models, microbatches, mini_batch)
-    output.text(describe())
+    hosts = [] if here.connections is None else here.connections.facts
+    output.text("\n".join(map(str, hosts)) or describe())
     products = _matmul(output) if (full and matmul is None) or matmul else []
     outcomes: list[Outcome] = []
     for setting in settings:
@@ -166,6 +168,7 @@ def command(
         {
             "machine": machine(),
             "versions": versions(),
+            **({"hosts": [asdict(facts) for facts in hosts]} if hosts else {}),
             "seed": seed,
             "matmul": products,
             "workloads": [outcome.to_json() for outcome in outcomes],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.cli import complete
+from hetpipe.cli.meet import Place, hosts_of_command, on_each_host, places
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 from hetpipe.report.progress import progress_bar
 from hetpipe.words import choices
 
 if TYPE_CHECKING:
+    from hetpipe.conformance.check import Level
     from hetpipe.conformance.run import Result
-    from hetpipe.sdk.info import DeviceInfo
 
 
 class LevelName(str, Enum):
@@ -56,11 +57,12 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Test a backend against the contract of backends. Exit 1 if a device breaks a rule."""
-    conform(_devices(backend, device), level, group or (), junit, json, several=device is None)
+    chosen = _places(Output(json), backend, device)
+    conform(chosen, level, group or (), junit, json, several=device is None)
 
 
 def conform(
-    infos: Sequence[DeviceInfo],
+    chosen: Sequence[Place],
     level: LevelName,
     groups: Sequence[str],
     junit: Path | None,
@@ -75,62 +77,78 @@ def conform(
     from hetpipe.conformance.coverage import matrix, next_steps, refused_operators, write_junit
     from hetpipe.errors import HetpipeError
 
-    if junit is not None and junit.suffix and len(infos) > 1:
+    if junit is not None and junit.suffix and len(chosen) > 1:
         raise HetpipeError(
-            f"--junit {junit} is 1 file for {len(infos)} devices: name a folder without a suffix, "
+            f"--junit {junit} is 1 file for {len(chosen)} devices: name a folder without a suffix, "
             "or choose one device with --device"
         )
     output = Output(json)
     reports: dict[str, Any] = {}
     broken = []
-    for info in infos:
-        results = _run(output, info, level, groups)
+    for place in chosen:
+        results = _run(output, place, level, groups)
         steps = next_steps(results, level.value)
-        _conclude(output, info, results, steps)
+        _conclude(output, place.id, results, steps)
         if junit is not None:
-            folder = several and junit.suffix == ""
-            path = junit / f"{info.id.replace(':', '-')}.xml" if folder else junit
-            write_junit(path, info.id, results)
-        reports[info.id] = {
+            folder = (several or len(chosen) > 1) and junit.suffix == ""
+            name = place.id.replace("/", "-").replace(":", "-")
+            write_junit(junit / f"{name}.xml" if folder else junit, place.id, results)
+        reports[place.id] = {
             "results": [asdict(result) for result in results],
             "families": [asdict(row) for row in matrix(results)],
             "refused": dict(refused_operators(results)),
             "next": steps,
         }
         if any(result.failed for result in results):
-            broken.append(info.id)
+            broken.append(place.id)
     output.finish({"level": level.value, "devices": reports})
     if broken:
         raise HetpipeError(f"these devices break rules of the contract: {', '.join(broken)}")
 
 
-def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
+def _places(output: Output, backend: str, device: str | None) -> list[Place]:
+    """Return the backend's devices, or the named one, and print why a host has none."""
     from hetpipe.errors import BackendError
-    from hetpipe.sdk.host.registry import devices_of
+    from hetpipe.sdk.host.registry import discover_devices
 
-    infos = devices_of(backend)
-    chosen = [info for info in infos if device in (None, info.id)]
+    surveys = on_each_host(discover_devices, [backend])
+    why = {host: failures[backend] for host, (_, failures) in surveys.items() if failures}
+    if len(why) == len(surveys):
+        raise BackendError(
+            "; ".join(f"{host and f'host {host}: '}{each}" for host, each in why.items())
+        )
+    for host, each in why.items():
+        output.text(f"host {host}: {each}")
+    found = {host: infos for host, (infos, _) in surveys.items()}
+    chosen = places(found, [] if device is None else [device])
     if not chosen:
-        there = choices(device, [info.id for info in infos])
-        raise BackendError(f"no device {device or 'of ' + backend}; {there}")
+        raise BackendError(f"no device of {backend}; {choices(None, [])}")
     return chosen
 
 
-def _run(output: Output, info: DeviceInfo, level: LevelName, groups: Sequence[str]) -> list[Result]:
+def _results(place: Place, level: Level, groups: Sequence[str]) -> Iterator[Result]:
+    from hetpipe.conformance.run import LIMIT_S, run_suite
+
+    if (hosts := hosts_of_command()) is None:
+        return run_suite(place.info, level, groups=groups)
+    return hosts.iterate(place.host, run_suite, place.info, level, LIMIT_S, tuple(groups))
+
+
+def _run(output: Output, place: Place, level: LevelName, groups: Sequence[str]) -> list[Result]:
     """Run the suite on a device, and print each failure at once."""
     from rich.markup import escape
 
     from hetpipe.conformance.check import Level
-    from hetpipe.conformance.run import checks_of, run_suite
+    from hetpipe.conformance.run import checks_of
 
     asked = Level.named(level.value)
     total = len(checks_of(asked, groups))
     results: list[Result] = []
     with progress_bar() as progress:
-        progress(f"checking {info.id}", 0, total)
-        for result in run_suite(info, asked, groups=groups):
+        progress(f"checking {place.id}", 0, total)
+        for result in _results(place, asked, groups):
             results.append(result)
-            progress(f"checking {info.id}", len(results), total)
+            progress(f"checking {place.id}", len(results), total)
             if result.failed:
                 text = escape(result.text.replace("\n", "\n  "))
                 output.console.print(
@@ -140,16 +158,14 @@ def _run(output: Output, info: DeviceInfo, level: LevelName, groups: Sequence[st
     return results
 
 
-def _conclude(
-    output: Output, info: DeviceInfo, results: Sequence[Result], steps: Sequence[str]
-) -> None:
+def _conclude(output: Output, device: str, results: Sequence[Result], steps: Sequence[str]) -> None:
     from hetpipe.conformance.coverage import matrix, refused_operators
     from hetpipe.report.tables import Table
 
     rows = matrix(results)
     if rows:
         columns = ("operators", "passed", "failed", "refused")
-        table = Table(f"Coverage of {info.id}", columns, columns[1:])
+        table = Table(f"Coverage of {device}", columns, columns[1:])
         for row in rows:
             table.add_row(row.name, str(row.passed), str(row.failed), str(row.refused))
         output.console.print(table)
@@ -163,6 +179,6 @@ def _conclude(
     }
     counts = ", ".join(f"{count} {name}" for name, count in by_outcome.items() if count)
     seconds = sum(result.seconds for result in results)
-    output.text(f"{info.id}: {counts}, in {seconds:.0f} s")
+    output.text(f"{device}: {counts}, in {seconds:.0f} s")
     for step in steps:
         output.text(step)

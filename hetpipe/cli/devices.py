@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from hetpipe.cli.meet import hosts_of_command
+from hetpipe.cli.meet import SURVEY_S, hosts_of_command
 from hetpipe.cli.options import BackendsOption, ClusterOption, JsonOption, split_names
 from hetpipe.cli.output import Output
 
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cluster.survey import Survey
     from hetpipe.hosts.hosts import Hosts
-
-SURVEY_S = 180.0
-"""Seconds in which another host finds its devices."""
 
 
 def command(

@@ -17,7 +17,7 @@ from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.door import Door, Greeting, Visitor
 from hetpipe.hosts.facts import Facts, own_facts
-from hetpipe.hosts.hosts import HOST, Answer, Ask, Goodbye, Run
+from hetpipe.hosts.hosts import HOST, Answer, Ask, Goodbye, Run, RunEach
 from hetpipe.hosts.meeting import CONTROL, WIRE, call, is_loopback
 from hetpipe.hosts.secret import find_secret
 from hetpipe.hosts.tls import TlsStream
@@ -163,7 +163,10 @@ class Agent:
     def _answer(self, asked: Ask) -> None:
         request = asked.request
         try:
-            answer = Answer(asked.number, _REQUESTS[type(request)](self, request))
+            if isinstance(request, RunEach):
+                answer = self._run_each(asked.number, request)
+            else:
+                answer = Answer(asked.number, _REQUESTS[type(request)](self, request))
         except HetpipeError as error:
             answer = Answer(asked.number, error=error)
         except Exception as error:
@@ -177,6 +180,13 @@ class Agent:
 
     def _run(self, request: Run) -> Any:
         return request.function(*request.arguments)
+
+    def _run_each(self, number: int, request: RunEach) -> Answer:
+        """Answer with each value; return the last answer. Raises `OSError` for a lost controller,
+        so nothing runs on for it."""
+        for value in request.function(*request.arguments):
+            self._connection.send(Address(0, HOST), Answer(number, value, more=True))
+        return Answer(number)
 
     def _launch(self, request: Launch) -> None:
         timing = Timing(request.heartbeat_s, request.silence_s, request.start_timeout_s)

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -44,12 +44,21 @@ class Run:
 
 
 @dataclass(frozen=True)
+class RunEach:
+    """To an agent: call a generator of hetpipe; each value is an answer with `more`."""
+
+    function: Callable[..., Iterator[Any]]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Answer:
-    """The result of a request, or its error."""
+    """The result of a request, or its error. With `more`, further answers follow."""
 
     number: int
     value: Any = None
     error: HetpipeError | None = None
+    more: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,25 @@ class RemoteHost:
             return answer.value
 
         return finish
+
+    def iterate(self, request: RunEach) -> Iterator[Any]:
+        """Yield the values of a request as they come; it has no time limit.
+
+        Raises the agent's `HetpipeError`, and `WorkerError` for a lost host.
+        """
+        number = next(self._numbers)
+        answers = self._answers[number] = SimpleQueue()
+        try:
+            self.send(Address(0, HOST), Ask(number, request))
+            while True:
+                answer = answers.get()
+                if answer.error is not None:
+                    raise answer.error
+                if not answer.more:
+                    return
+                yield answer.value
+        finally:
+            del self._answers[number]
 
     def send(self, address: Address, message: Any) -> None:
         """Send a message to a worker or to the agent. Raises `WorkerError` if the host is lost."""
@@ -183,6 +211,14 @@ class Hosts:
         }
         results = {self.own.name: function(*arguments[self.own.name])}
         return results | {name: finish(limit_s) for name, finish in finishes.items()}
+
+    def iterate(
+        self, host: str, function: Callable[..., Iterator[Any]], *arguments: Any
+    ) -> Iterator[Any]:
+        """Yield the values of a generator of hetpipe that runs on a host, as they come."""
+        if host == self.own.name:
+            return function(*arguments)
+        return self.others[host].iterate(RunEach(function, arguments))
 
     def route(self, source: str, target: str) -> tuple[tuple[str, int], float]:
         """Return where host `target` receives wires from host `source`, and how far the target's

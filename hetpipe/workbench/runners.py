@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.host.registry import backend_names, get_backend
+from hetpipe.sdk.host.registry import backend_names, devices_of, get_backend
+from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.kernels import KernelRunner
 
 
@@ -19,6 +20,12 @@ def runners() -> Iterator[tuple[str, KernelRunner]]:
             continue  # `hetpipe doctor` says why
         if runner is not None:
             yield name, runner
+
+
+def devices_with_kernels(suffix: str = "") -> list[DeviceInfo]:
+    """Return the devices that run single kernels, or only files with this suffix."""
+    able = [name for name, runner in runners() if suffix in ("", runner.suffix)]
+    return [info for name in able for info in devices_of(name)]
 
 
 def runner_of(source: Path) -> KernelRunner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import queue
@@ -18,12 +19,12 @@ from hetpipe.errors import BackendError
 from hetpipe.records import read_text
 from hetpipe.sdk.formats.kernelspec import KernelSpec, read_spec
 from hetpipe.sdk.host.references import backend_reference
-from hetpipe.sdk.host.registry import devices_of, get_backend
+from hetpipe.sdk.host.registry import get_backend
 from hetpipe.sdk.kernels import Flaw, KernelRunner
 from hetpipe.words import choices, near, words
 from hetpipe.workbench.case import Run, call_of
 from hetpipe.workbench.missing import check_arguments, lacking
-from hetpipe.workbench.runners import runner_of, runners
+from hetpipe.workbench.runners import devices_with_kernels, runner_of
 
 START_LIMIT_S = 60.0
 """Longest time from a process's start to its first case, and between cases."""
@@ -114,10 +115,7 @@ def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
 
     Raises `BackendError` if a named device does not run such files.
     """
-    found: list[str] = []
-    for name, runner in runners():
-        if runner.suffix == source.suffix:
-            found += [info.id for info in devices_of(name)]
+    found = [info.id for info in devices_with_kernels(source.suffix)]
     if unknown := [device_id for device_id in named if device_id not in found]:
         there = choices(unknown[0], found)
         raise BackendError(f"no device {unknown[0]!r} runs {source.suffix} files; {there}")
@@ -298,6 +296,15 @@ def _outcome(trial: Trial, device_id: str, message: Mapping[str, Any]) -> Outcom
 
 def _failed(trial: Trial, device_id: str, number: int, flaw: Flaw) -> Outcome:
     return Outcome(device_id, number, trial.spec.cases[number], (flaw,), {})
+
+
+def digest(trial: Trial) -> str:
+    """Return a hash of a trial's files. Raises `BackendError` for a missing one."""
+    files = [trial.source, trial.spec_path]
+    if trial.spec.reference:
+        files.append(trial.spec_path.parent / trial.spec.reference.rpartition(":")[0])
+    texts = [read_text(file, BackendError) for file in files]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def check_sizes(trial: Trial) -> None:

@@ -17,13 +17,17 @@ from test_listening import ports_of
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.check.examination import examination
 from hetpipe.cluster import Cluster
+from hetpipe.conformance.check import Level
+from hetpipe.conformance.run import run_suite
 from hetpipe.crew.agent import serve_once
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import ClusterError, WorkerError
+from hetpipe.errors import BackendError, ClusterError, WorkerError
 from hetpipe.hosts.door import Door
 from hetpipe.hosts.facts import own_facts
 from hetpipe.hosts.meeting import parse_address
+from hetpipe.sdk.host.registry import devices_of
 
 SAMPLES = 12
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
@@ -110,6 +114,19 @@ def calls(crew: Crew, folder: Path) -> dict[str, Any]:
     with opened(folder) as pipe:
         found["resumed"] = pipe.step(X, Y)
     return found
+
+
+def test_values_of_another_host_come_one_by_one_and_its_error_at_last(two: Crew) -> None:
+    connections = two.cluster.connections
+    assert connections is not None
+    for host in ("h0", "h1"):
+        assert [*connections.iterate(host, examination, ["numpy"], False)] == [
+            *examination(["numpy"], False)
+        ]
+    info, *_ = devices_of("numpy")
+    results = connections.iterate("h1", run_suite, info, Level.CORE, 60.0, ("nothing",))
+    with pytest.raises(BackendError, match="host 'h1': no group 'nothing' of checks"):
+        next(results)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "tls"])

@@ -165,6 +165,21 @@ def test_a_command_trains_on_the_hosts_of_a_cluster_file(tmp_path: Path) -> None
         assert sorted(devices) == [["h0/own"], ["h1/own"]]
 
 
+@pytest.mark.slow
+def test_conform_examines_a_device_on_each_host(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = ("conform", "numpy", "--device", "numpy:cpu:0", "--level", "core", "--group", "events")
+    with network(2, tmp_path) as net:
+        started = net.start_torchrun("-m", "hetpipe", *words, "--json", file)
+        ends = net.wait(started, 200.0)
+    assert [end.status for end in ends.values()] == [0, 0], ends
+    found = json.loads(file.read_text())["devices"]
+    assert list(found) == ["h0/numpy:cpu:0", "h1/numpy:cpu:0"]
+    names = [[result["name"] for result in each["results"]] for each in found.values()]
+    assert names[0] == names[1] != []
+    assert "h1/numpy:cpu:0: " in ends["h0"].words
+
+
 def table(hosts: int) -> dict[str, Any]:
     """Return trainings for a number of hosts."""
     everyone = "".join(map(str, range(hosts)))

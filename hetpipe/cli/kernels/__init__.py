@@ -7,6 +7,7 @@ import typer
 from hetpipe.cli.kernels import bench, build, export, tune
 from hetpipe.cli.kernels import list as list_command
 from hetpipe.cli.kernels import test as test_command
+from hetpipe.cli.meet import check_command
 
 app = typer.Typer(
     help="Test, measure and tune kernels of a backend or your own; export a plan's kernels.",
@@ -18,3 +19,9 @@ _COMMANDS = {
 }  # fmt: skip
 for _name, _module in _COMMANDS.items():
     app.command(name=_name)(_module.command)
+
+
+@app.callback()
+def start(context: typer.Context) -> None:
+    """Make the checks before every command."""
+    check_command(f"kernels {context.invoked_subcommand}")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli.meet import Place, hosts_of_command, on_each_host, places
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 from hetpipe.report.progress import progress_bar
-from hetpipe.words import choices
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.workbench.trial import Outcome, Trial
@@ -58,16 +60,16 @@ def command(
         return _operators(device or [], json)
     if init:
         return _draft(source, spec or source.with_suffix(".toml"), function, json)
-    from hetpipe.workbench.trial import check_sizes, devices_for, outcomes, trial_of
+    from hetpipe.workbench.trial import check_sizes, trial_of
 
     output = Output(json)
     trial = trial_of(source, spec or source.with_suffix(".toml"), function, seed)
     check_sizes(trial)
-    device_ids = devices_for(source, device or ())
+    chosen = _places(trial, device or ())
     results: list[Outcome] = []
     shown: set[tuple[object, ...]] = set()
     with progress_bar(f"testing {trial.function}"):
-        for outcome in outcomes(trial, device_ids, case or ()):
+        for outcome in _outcomes(trial, chosen, case or ()):
             results.append(outcome)
             _show_flaws(output, trial, outcome, shown)
     _summary(output, trial, results)
@@ -83,6 +85,39 @@ def command(
             f"kernel {trial.function} of {source} has run on no device; the reasons are above"
         )
     return None
+
+
+def _places(trial: Trial, named: Sequence[str]) -> list[Place]:
+    """Return the devices that run the kernel's file, or the named ones.
+
+    Each host needs the same files at the same paths. Raises `BackendError`.
+    """
+    from hetpipe.errors import BackendError
+    from hetpipe.workbench.runners import devices_with_kernels
+    from hetpipe.workbench.trial import digest
+
+    suffix = trial.source.suffix
+    chosen = places(on_each_host(devices_with_kernels, suffix), named, f" runs {suffix} files")
+    digests, own = on_each_host(digest, trial), digest(trial)
+    if unlike := [host for host, each in digests.items() if each != own]:
+        raise BackendError(
+            f"{trial.source} and its specification differ on {words(unlike)}: copy them there"
+        )
+    return chosen
+
+
+def _outcomes(trial: Trial, chosen: Sequence[Place], cases: Sequence[int]) -> Iterator[Outcome]:
+    """Yield the outcomes, host by host. Their device ids name the host."""
+    from hetpipe.workbench.trial import outcomes
+
+    hosts = hosts_of_command()
+    if hosts is None:
+        yield from outcomes(trial, [place.id for place in chosen], cases)
+        return
+    for host in dict.fromkeys(place.host for place in chosen):
+        ids = [place.info.id for place in chosen if place.host == host]
+        for outcome in hosts.iterate(host, outcomes, trial, ids, cases):
+            yield replace(outcome, device_id=f"{host}/{outcome.device_id}")
 
 
 def _draft(source: Path, spec: Path, function: str, json: str | None) -> None:
@@ -102,16 +137,10 @@ def _draft(source: Path, spec: Path, function: str, json: str | None) -> None:
 def _operators(device_ids: list[str], json: str | None) -> None:
     """Check the operators of these devices; without ids, of all devices with kernels."""
     from hetpipe.cli.conform import LevelName, conform
-    from hetpipe.errors import BackendError
-    from hetpipe.sdk.host.registry import devices_of
-    from hetpipe.workbench.runners import runners
+    from hetpipe.workbench.runners import devices_with_kernels
 
-    found = {info.id: info for name, _ in runners() for info in devices_of(name)}
-    if unknown := [device_id for device_id in device_ids if device_id not in found]:
-        there = choices(unknown[0], found)
-        raise BackendError(f"no device {unknown[0]!r} with kernels; {there}")
-    infos = [found[device_id] for device_id in device_ids] or list(found.values())
-    conform(infos, LevelName.training, GROUPS, None, json, several=True)
+    chosen = places(on_each_host(devices_with_kernels), device_ids, " with kernels")
+    conform(chosen, LevelName.training, GROUPS, None, json, several=True)
 
 
 def _show_flaws(
