@@ -79,7 +79,7 @@ def on_each_host(function: Callable[..., T], *arguments: Any) -> dict[str, T]:
 def places(
     found: Mapping[str, Sequence[DeviceInfo]], named: Sequence[str], kind: str = ""
 ) -> list[Place]:
-    """Return the named devices among those of each host; without names, all.
+    """Return the named devices of all hosts; without names, every device.
 
     A name without a host stands for this device of each host. Raises `BackendError` for a name
     that no host has; `kind` is a word about the devices for its text.
