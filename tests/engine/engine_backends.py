@@ -78,6 +78,18 @@ def lose_operator(device: Any, name: str) -> None:
     hetpipe.sdk.graph.resolve_operator = resolve
 
 
+def spoil_operator(device: Any, name: str, error: float) -> None:
+    """Let this worker's numpy compute an operator with a relative error from now on."""
+    from hetpipe.backends.numpy.operators import OPERATORS
+
+    right = _right.setdefault(name, OPERATORS[name])
+    OPERATORS[name] = lambda *args, **kwargs: (1 + error) * right(*args, **kwargs)
+
+
+_right: dict[str, Any] = {}
+"""The spoiled operators as they were."""
+
+
 def scale(device: Any, factor: float, seconds: float) -> tuple[str, float]:
     time.sleep(seconds)
     return device.info.id, factor * 2

@@ -116,6 +116,24 @@ def calls(crew: Crew, folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_a_diagnosis_names_the_faulty_operator_of_another_host(two: Crew) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    two.call(["m1"], "engine_backends:spoil_operator", "aten.sigmoid.default", 0.01)
+    try:
+        with pipeline(
+            two, model, nn.functional.cross_entropy, (X, Y), "01",
+            optimizer=hp.optim.adamw(lr=1e-2), microbatches=2,
+        ) as pipe:  # fmt: skip
+            found = pipe.diagnose(X, Y)
+    finally:
+        two.call(["m1"], "engine_backends:spoil_operator", "aten.sigmoid.default", 0.0)
+    assert found.verdict == "operator", str(found)
+    assert found.culprit is not None
+    assert found.culprit.member == "m1"
+    assert found.culprit.operators == ("aten.sigmoid.default",)
+
+
 def test_values_of_another_host_come_one_by_one_and_its_error_at_last(two: Crew) -> None:
     connections = two.cluster.connections
     assert connections is not None
