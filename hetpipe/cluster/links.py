@@ -64,6 +64,19 @@ def slowest_pairs(
     return inside, [(groups[0][0], groups[-1][0])] if len(groups) > 1 else []
 
 
+def fastest_links(
+    links: Mapping[Pair, LinkCost],
+) -> tuple[list[LinkCost], list[LinkCost], int] | None:
+    """Return the fastest link of each server and of the network, and the number of devices of the
+    largest server. None unless servers and network alone describe the links."""
+    if not isinstance(links, ClusterLinks) or not links.described_by_servers:
+        return None
+    groups = links.cluster.groups()
+    inside = [links[group[0], group[1]] for group in groups if len(group) > 1]
+    between = [links[groups[0][0], groups[1][0]]] if len(groups) > 1 else []
+    return inside, between, max(map(len, groups))
+
+
 def link_costs(cluster: Cluster) -> ClusterLinks:
     """Return the cost of the link between every two members, by (source, target) ids.
 

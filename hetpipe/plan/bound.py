@@ -9,15 +9,21 @@ so every choice of y gives a lower bound. Moves along the subgradient raise the 
 would have more load than the mean gets a larger y_d. A step takes at least as long as the work of
 all micro-batches, divided in this way. If the schedule flushes, a step also takes at least the
 passes of one micro-batch through all layers, each layer on its fastest device.
+
+If servers and a network describe the links, each layer gives another bound: r devices run its
+passes, and then sum its gradients. If no server has r devices, the ring has a link of the network.
+The best r differs by layer, and the slowest layer decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hetpipe.cost.table import CostTable
+from hetpipe.cluster.links import fastest_links
+from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.costs import Array
 from hetpipe.plan.proposal import PlannerOptions, Tables
 from hetpipe.schedule.rule import rule_of
@@ -40,7 +46,41 @@ def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOption
     if not all(rule_of(schedule).flushes for schedule in options.schedules):
         return bound_s
     shortest_s = np.min([_passes_s(table, names) for table in tables.values()], axis=0)
-    return max(bound_s, float(shortest_s.min(axis=0).sum()))
+    bound_s = max(bound_s, float(shortest_s.min(axis=0).sum()))
+    if options.channels:  # a plan may split layers
+        return bound_s
+    table = next(iter(tables.values()))
+    return max(bound_s, slowest_layer_s(table, options.mini_batch * per_sample_s))
+
+
+def slowest_layer_s(table: CostTable, times_s: Array) -> float:
+    """Return a lower bound of the slowest layer's passes and sum, on any number of replicas.
+
+    `times_s[d, l]` is the time of layer l on device d for the whole mini-batch. The bound is 0 if
+    links are described one by one.
+    """
+    fastest = fastest_links(table.links)
+    if fastest is None or not table.trains:
+        return 0.0
+    inside, between, largest = fastest
+    nbytes = np.array([layer.params_nbytes for layer in table.layers], float)
+    replicas = np.arange(1, len(times_s) + 1)[:, None]
+    sums_s = _least_ring_s(replicas, nbytes, between)
+    fit = replicas[:largest]
+    sums_s[:largest] = np.minimum(sums_s[:largest], _least_ring_s(fit, nbytes, inside))
+    sums_s[0] = 0.0
+    with np.errstate(divide="ignore"):  # a layer may need no time
+        rates = np.cumsum(np.sort(1 / times_s, axis=0)[::-1], axis=0)
+    return float((1 / rates + sums_s).min(axis=0).max())
+
+
+def _least_ring_s(replicas: Array, nbytes: Array, links: Sequence[LinkCost]) -> Array:
+    """Return the seconds of the fastest ring, as `ring_s` does; infinite without links."""
+    if not links:
+        return np.full((len(replicas), len(nbytes)), math.inf)
+    latency_s = min(link.latency_s for link in links)
+    bandwidth_Bps = max(link.sum_Bps for link in links)
+    return 2 * (replicas - 1) * (latency_s + nbytes / (replicas * bandwidth_Bps))
 
 
 def shared_s(times_s: Array) -> float:
