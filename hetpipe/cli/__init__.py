@@ -16,6 +16,15 @@ INTERRUPTED = 130  # exit status
 
 def main() -> None:
     """Run a command. The exit status is 1 after a `HetpipeError`, and 130 after Ctrl-C."""
+    try:
+        _run()
+    except SystemExit as end:
+        if end.code:
+            sys.last_value = end  # as for other errors; agents of other hosts are told so
+        raise
+
+
+def _run() -> None:
     end_on_interrupt()
     try:
         from hetpipe.cli.app import app

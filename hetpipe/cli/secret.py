@@ -19,4 +19,4 @@ def command(
     from hetpipe.hosts.secret import FILE, write_secret
 
     write_secret(file)
-    typer.echo(f"wrote {file}; on each host: export {FILE}={file}")
+    typer.echo(f"wrote {file}; on each host: export {FILE}={file.absolute()}")

@@ -248,7 +248,7 @@ class Hosts:
 
 def _close(door: Door, others: Sequence[RemoteHost]) -> None:
     door.close()
-    # Python sets `last_value` before it ends.
+    # Python sets `last_value` before it ends by an error, and the command line before others.
     dismiss(others, failed=bool(sys.exc_info()[1] or getattr(sys, "last_value", None)))
 
 

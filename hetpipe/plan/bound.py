@@ -18,7 +18,8 @@ The best r differs by layer, and the slowest layer decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from hetpipe.plan.proposal import PlannerOptions, Tables
 from hetpipe.schedule.rule import rule_of
 
 ROUNDS = 400
+MOST_SLOWED = 4
+"""Most devices of which each choice gets a bound."""
 SLOW_S = 1e12  # stands for a layer that a device cannot run
 
 
@@ -39,6 +42,30 @@ def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOption
     between these, and the shares of replicas, are assumed to take at least this time per sample.
     """
     names = list(dict.fromkeys(devices))
+    bounds_s = [
+        _bound_s({size: table.beside(count) for size, table in tables.items()}, used, options)
+        for count, used in _used(tables, names)
+    ]
+    return min(bounds_s)
+
+
+def _used(tables: Tables, names: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield numbers of devices that a plan uses, and these devices.
+
+    Devices that slow each other down are faster in a plan with few of them. Of more than
+    `MOST_SLOWED`, all may be used, each as fast as alone.
+    """
+    if all(table.beside(1) is table for table in tables.values()):
+        yield len(names), names
+    elif len(names) > MOST_SLOWED:
+        yield 1, names
+    else:
+        for count in range(1, len(names) + 1):
+            yield from ((count, list(used)) for used in combinations(names, count))
+
+
+def _bound_s(tables: Tables, names: list[str], options: PlannerOptions) -> float:
+    """Return a lower bound of a step on these devices, at the times of the tables."""
     per_sample_s = np.min(
         [_passes_s(table, names) / size for size, table in tables.items()], axis=0
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import numpy as np
 import pytest
+from tables import make_table
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
@@ -15,7 +17,7 @@ from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.plan.bound import lower_bound_s, shared_s, slowest_layer_s
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.proposal import Proposal
+from hetpipe.plan.proposal import PlannerOptions, Proposal
 from hetpipe.study.subject import of_chain, sizes_of
 
 
@@ -122,6 +124,21 @@ def test_no_plan_is_below_the_bound(seed):
             continue
     assert len(steps_s) > 500
     assert bound_s <= min(steps_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_devices_that_slow_each_other_down_are_faster_alone(count):
+    """Each of two devices is twice as fast alone, so one is as fast as both."""
+    names = "abcde"[:count]
+    table = make_table(dict.fromkeys(names, 1.0), samples=8)
+    slowed = {id: replace(cost, alone=0.5) for id, cost in table.devices.items()}
+    tables, options = {8: replace(table, devices=slowed)}, PlannerOptions(8, (1,))
+    alone = Priced(tables, options).plan(Proposal((), (("a",),), "1f1b", 1), "user")
+    bound_s = lower_bound_s(tables, names, options)
+    assert bound_s <= alone.step_s
+    assert bound_s == pytest.approx(
+        0.5 * lower_bound_s({8: table}, "a" if count == 2 else names, options), rel=1e-3
+    )
 
 
 def test_layers_larger_than_a_server_are_summed_over_the_network():
