@@ -31,7 +31,7 @@ from hetpipe.schedule.rule import rule_of
 
 ROUNDS = 400
 MOST_SLOWED = 4
-"""Most devices of which each choice gets a bound."""
+"""Devices up to which each choice of some of them gets a bound."""
 SLOW_S = 1e12  # stands for a layer that a device cannot run
 
 
