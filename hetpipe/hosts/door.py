@@ -96,7 +96,7 @@ class Door:
                 f"this host cannot listen on {address[0]} port {address[1]}: {error.strerror}"
             ) from error
         self._shaking: dict[socket.socket, None] = {}  # connections in their handshake
-        # Held while `_shaking` changes; never while a socket waits.
+        # Held while `_shaking` or `_refused` changes; never while a socket waits.
         self._changing = threading.Lock()
         # Held from the check of a greeting until its visitor has the connection.
         self._admitting = threading.Lock()

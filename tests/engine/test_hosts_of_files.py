@@ -28,19 +28,21 @@ from hetpipe.profile.links import measure_links
 SAMPLES, LATENCY_S = 8, 0.01
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 4, (SAMPLES,), generator=torch.Generator().manual_seed(2))
-FILE = """\
-transport = "tcp"
-
+HOSTS = """\
 [[host]]
 name = "h0"
 
 [[host]]
 name = "h1"
+"""
+FILE = f"""\
+transport = "tcp"
 
+{HOSTS}
 [[device]]
 host = "h1"
 device = "numpy:cpu:0"
-cores = [CORE]
+cores = [{available_cores()[-1]}]
 speed = 0.5
 
 [[device]]
@@ -51,7 +53,7 @@ device = "numpy:cpu:0"
 [[link]]
 between = ["h0/own", "h1/numpy:cpu:0"]
 latency = "10 ms"
-""".replace("CORE", str(available_cores()[-1]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +163,8 @@ def test_boards_of_hosts_train_with_the_modelled_network(
         assert 0.014 < pipe.modelled_step_s < 0.016
 
 
-BARE = """\
-[[host]]
-name = "h0"
-
-[[host]]
-name = "h1"
-
+BARE = f"""\
+{HOSTS}
 [[device]]
 host = "h1"
 device = "numpy:cpu:0"
