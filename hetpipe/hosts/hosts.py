@@ -182,7 +182,14 @@ class Hosts:
         self.own, self.door, self.wires, self.secret = own, door, wires, secret
         self.others: Mapping[str, RemoteHost] = {other.name: other for other in others}
         self._crews = itertools.count(1)
-        self.close = weakref.finalize(self, _close, door, tuple(others))
+        self._finalize = weakref.finalize(self, _close, door, tuple(others))
+
+    def close(self) -> None:
+        """Tell the agents that they are needed no longer, or that the present error ends them."""
+        if self._finalize.detach() is not None:
+            self.door.close()
+            # Not by `last_value`: in a notebook it may be an error of long ago.
+            dismiss([*self.others.values()], failed=sys.exc_info()[1] is not None)
 
     def new_crew(self) -> int:
         """Return a number for a crew."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 import time
 from queue import SimpleQueue
@@ -15,8 +16,9 @@ from hetpipe.crew.agent import SOON_S, Agent
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.plugboard import Outside
 from hetpipe.hosts.connection import Address, Connection
+from hetpipe.hosts.door import Door
 from hetpipe.hosts.facts import own_facts
-from hetpipe.hosts.hosts import HOST, Ask, Goodbye, RemoteHost, dismiss
+from hetpipe.hosts.hosts import HOST, Ask, Goodbye, Hosts, RemoteHost, dismiss
 from hetpipe.hosts.wires import Wires
 from hetpipe.wire.host_messages import Connect
 
@@ -87,3 +89,28 @@ def test_a_goodbye_is_no_loss(failed: bool, capfd: pytest.CaptureFixture[str]) -
     words = capfd.readouterr().err
     assert bool(reason) is failed
     assert words.count("'the-boss' is lost: an error ended it") == words.count("the-boss") == failed
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_of_long_ago_does_not_end_a_training(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook goes on after an error, and Python keeps it."""
+    monkeypatch.setattr(sys, "last_value", ValueError("of an earlier cell"), raising=False)
+    ours, theirs = stream_pair()
+    other = RemoteHost(ours, own_facts("h1"), ("10.0.0.1", 1))
+    arrived = SimpleQueue[Goodbye]()
+    agent = Connection(theirs, "h0")
+    agent.start(lambda address, message: arrived.put(message.unpack()), lambda reason: None)
+    door = Door(("127.0.0.1", 0), RIGHT, own_facts("h0"), {})
+    hosts = Hosts(own_facts("h0"), door, Wires(), RIGHT, [other])
+    try:
+        if fails:
+            raise KeyError("now")
+    except KeyError:
+        hosts.close()
+    else:
+        hosts.close()
+    assert arrived.get(timeout=LIMIT_S) == Goodbye(fails)
+    hosts.close()  # does nothing
+    agent.close()
