@@ -6,7 +6,7 @@ from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
     from hetpipe.checkpoint.checkpoint import Checkpoint as Checkpoint
-    from hetpipe.checkpoint.checkpoint import load as load
     from hetpipe.checkpoint.checkpoint import save as save
+    from hetpipe.checkpoint.series import load as load
 else:
     __getattr__, __dir__ = lazy(__name__)

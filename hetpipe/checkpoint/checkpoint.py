@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def save(
     check_tensors(roles)
     values = dict(manifest)
     step = values.pop("step")
-    Manifest(__version__, step, values, {}).to_bytes()  # raises before anything is written
+    _check_depth(Manifest(__version__, step, values, {}))
     try:
         with durable.made(directory), durable.locked(directory):
             _sweep(directory)
@@ -97,14 +98,13 @@ def save(
         ) from error
 
 
-def load(directory: str | Path) -> Checkpoint:
-    """Open the checkpoint in `directory`, and check every byte against its checksum.
+def read(directory: Path) -> Checkpoint:
+    """Open the checkpoint of this very folder, and check every byte against its checksum.
 
     If another process saves there meanwhile, the new checkpoint is read. Raises `CheckpointError`,
     with the file's name, if there is no checkpoint, if a file is missing, truncated or altered, and
     for another version of the format.
     """
-    directory = user_path(directory, CheckpointError)
     manifest = read_manifest(directory / MANIFEST)
     while True:
         try:
@@ -116,6 +116,22 @@ def load(directory: str | Path) -> Checkpoint:
                 raise
         else:
             return Checkpoint({"step": manifest.step, **manifest.values}, tensors, directory)
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint, and its folder if nothing else is in it. The manifest goes first, so
+    that at every moment the checkpoint is complete or none."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    durable.sync(directory)
+    for path in _ours(directory):
+        path.unlink()
+    with suppress(OSError):  # it has files of others
+        directory.rmdir()
+
+
+def _check_depth(manifest: Manifest) -> None:
+    """Raise `CheckpointError` for a manifest too deep for the stack, as deep in it as a load."""
+    manifest.to_bytes()
 
 
 def _save_role(directory: Path, role: str, step: int, tensors: Tensors) -> TensorFile:
@@ -139,6 +155,11 @@ def _sweep(directory: Path, before: Collection[str] | None = None) -> None:
         if before is None:
             return
         kept = set(before)
-    for path in directory.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in kept:
+    for path in _ours(directory):
+        if path.name not in kept:
             path.unlink()
+
+
+def _ours(directory: Path) -> list[Path]:
+    """Return the files of saves, except for the manifest."""
+    return [path for path in directory.iterdir() if _OURS.fullmatch(path.name)]

@@ -42,12 +42,13 @@ def sync(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Lock the folder inside the block, against other processes and threads of this machine.
 
-    The lock ends with the block or with the process. Raises `BlockingIOError` if the folder is
-    already locked. Warns if the file system has no locks.
+    The lock ends with the block or with the process; forks of the process do not have it. Raises
+    `BlockingIOError` if the folder is already locked. Warns if the file system has no locks.
     """
     import fcntl
 
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    _locked.add(descriptor)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +59,20 @@ def locked(directory: Path) -> Iterator[None]:
             warnings.warn(text, stacklevel=4)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor in _locked:  # otherwise this is a fork
+            _locked.remove(descriptor)
+            os.close(descriptor)
+
+
+_locked: set[int] = set()  # the descriptors of locked folders
+
+
+def _release() -> None:
+    while _locked:
+        os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_release)
 
 
 @contextmanager

@@ -27,6 +27,10 @@ ROLES = (PARAM, BUFFER, STATE)
 CURE = "copy the checkpoint again from an intact copy, or load another checkpoint"
 
 
+class FormatError(CheckpointError):
+    """A checkpoint is of a version that this hetpipe does not read."""
+
+
 @dataclass(frozen=True)
 class TensorFile:
     """The file of a role in the checkpoint's folder; `tensors` is the number of its tensors."""
@@ -99,7 +103,7 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(content, dict):
         raise altered
     if content.get("version") != VERSION:
-        raise CheckpointError(
+        raise FormatError(
             f"{path} has version {short(content.get('version'))}, this hetpipe reads {VERSION}; "
             f"load it with hetpipe {str(content.get('hetpipe'))[:20]}"
         )

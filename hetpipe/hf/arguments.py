@@ -47,6 +47,7 @@ KEYWORDS = {
     "compute_loss_func": "give loss=, a function of the output and the labels",
     "ema": "use hp.Pipeline and its fit(), as a Trainer keeps no average",
     "resume": "give resume_from_checkpoint= to train()",
+    "checkpoint": "give the argument output_dir, and resume_from_checkpoint= to train()",
 }
 """Replacements of refused keywords of a Trainer."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError, WorkerError
 from hetpipe.pipeline.ahead import Ahead
+from hetpipe.pipeline.autosave import Autosave
 from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric, output_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
@@ -29,10 +30,13 @@ class Delivery:
     may flush. Then they collect results, and keep them for this run, or drop them without a run.
     """
 
-    def __init__(self, training: Training, guard: Guard, rebalancer: Rebalancer) -> None:
+    def __init__(
+        self, training: Training, guard: Guard, rebalancer: Rebalancer, autosave: Autosave
+    ) -> None:
         self._training = training
         self._guard = guard
         self._rebalancer = rebalancer
+        self._autosave = autosave
         self._results: deque[Result] = deque()
         self._run: object | None = None  # a token of the run that has results to come
         self._forwards: Forwards | None = None  # in eval mode, perhaps under way
@@ -64,12 +68,14 @@ class Delivery:
         with self._guard("step"):
             self._end_forwards()
             self._move_if_due()
-            if not self._training.streams:
-                return self._training.step(x, y)
-            self.settle()
-            self._training.admit(x, y)
-            result = self._training.collect()
-            self.settle()
+            if self._training.streams:
+                self.settle()
+                self._training.admit(x, y)
+                result = self._training.collect()
+                self.settle()
+            else:
+                result = self._training.step(x, y)
+            self._save_if_due()
             return result
 
     def run(self, batches: Iterable[tuple[Any, Any]] | Remote) -> Generator[Result, None, None]:
@@ -84,6 +90,7 @@ class Delivery:
                     self._end_forwards()
                     self._move_if_due()
                     result = self._training.step(x, y, fed, ahead.read)
+                    self._save_if_due()
                 yield result
             return
         token = object()
@@ -112,6 +119,7 @@ class Delivery:
                     if (present := next(batches, None)) is None:
                         return
                     result = self._training.step(present, None)
+                    self._save_if_due()
                 yield result
         finally:
             with suppress(WorkerError):  # the workers are gone
@@ -141,6 +149,7 @@ class Delivery:
                 training.admit(x, y)
                 if training.is_full and not self._results:
                     self._results.append(training.collect())
+                self._save_if_due()
             if self._results:
                 yield self._results.popleft()
         while self._results or training.under_way:
@@ -209,6 +218,11 @@ class Delivery:
         if self._rebalancer.due:
             self.settle()
             self._rebalancer.follow()
+
+    def _save_if_due(self) -> None:
+        if self._autosave.is_due(self._training):
+            self.settle()
+            self._autosave.save(self._training)
 
     def _collect_all(self) -> None:
         while self._training.under_way:

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.errors import HetpipeError
 
 if TYPE_CHECKING:
-    from hetpipe.pipeline.options import PassOptions, UpdateOptions
+    from hetpipe.pipeline.options import PassOptions, SaveOptions, UpdateOptions
 
 TRAINING = ("step", "run", "fit", "gradients", "diagnose", "save", "rebalance")
 """The calls that need an optimizer."""
 
 
 def check_given(
-    has_loss: bool, has_optimizer: bool, passes: PassOptions, updates: UpdateOptions
+    has_loss: bool,
+    has_optimizer: bool,
+    passes: PassOptions,
+    updates: UpdateOptions,
+    saves: SaveOptions,
 ) -> None:
-    """Raise `HetpipeError` for a training without a loss, and for options of updates without an
-    optimizer."""
+    """Raise `HetpipeError` for a training without a loss, and for options of updates and
+    checkpoints without an optimizer."""
     if passes.whole_loss and not has_loss:
         raise HetpipeError(
             f"loss_over={passes.loss_over!r} needs a loss: give loss_fn, or leave loss_over out"
@@ -30,7 +34,12 @@ def check_given(
                 "optimizer for a pipeline that only predicts"
             )
         return
-    names = [f.name for f in fields(updates) if getattr(updates, f.name) != f.default]
+    names = [
+        field.name
+        for record in (updates, saves)
+        for field in fields(record)
+        if getattr(record, field.name) != field.default
+    ]
     if names:
         raise HetpipeError(
             f"this pipeline has no optimizer, so {', '.join(names)} would have no effect: give an "

@@ -1,6 +1,6 @@
-"""Options of a pipeline, as three records that check themselves.
+"""Options of a pipeline, as records that check themselves.
 
-`Pipeline` takes the fields of all three records as keywords. A new option needs a field of a
+`Pipeline` takes the fields of all records as keywords. A new option needs a field of a
 record, a line of `Options`, and the code that reads it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from hetpipe.errors import HetpipeError, PlanError
@@ -57,6 +58,9 @@ class Options(TypedDict, total=False):
     loss_scale: float | LossScale | None
     ema: float | None
     changed: Sequence[str]
+    checkpoint: str | Path | None
+    every: int
+    keep: int
 
 
 @dataclass(frozen=True)
@@ -252,21 +256,44 @@ class UpdateOptions:
         return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_each)
 
 
-def records_of(options: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions, UpdateOptions]:
-    """Return the options as three records. Raises `HetpipeError` for an unknown option."""
-    kinds = (PlanOptions, PassOptions, UpdateOptions)
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of automatic checkpoints."""
+
+    checkpoint: str | Path | None = None
+    """The folder of the checkpoints; a pipeline continues from the newest one there."""
+    every: int = 100
+    """The number of mini-batches between two checkpoints."""
+    keep: int = 3
+    """The number of checkpoints that stay."""
+
+    def __post_init__(self) -> None:
+        _check_count("every", self.every)
+        _check_count("keep", self.keep)
+        defaults = {field.name: field.default for field in fields(self)}
+        names = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if names and self.checkpoint is None:
+            raise HetpipeError(f"{names[0]}={getattr(self, names[0])!r}: give checkpoint= as well")
+
+
+def records_of(
+    options: Mapping[str, Any],
+) -> tuple[PlanOptions, PassOptions, UpdateOptions, SaveOptions]:
+    """Return the options as records. Raises `HetpipeError` for an unknown option."""
+    kinds = (PlanOptions, PassOptions, UpdateOptions, SaveOptions)
     names = {kind: [field.name for field in fields(kind)] for kind in kinds}
     keywords = [name for of_kind in names.values() for name in of_kind]
     for name in options:
         if name not in keywords:
             raise HetpipeError(f"a pipeline has no option {name!r}; {choices(name, keywords)}")
-    planned, passes, updates = (
+    planned, passes, updates, saves = (
         kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds
     )
     assert isinstance(planned, PlanOptions)
     assert isinstance(passes, PassOptions)
     assert isinstance(updates, UpdateOptions)
-    return planned, passes, updates
+    assert isinstance(saves, SaveOptions)
+    return planned, passes, updates, saves
 
 
 def _check_count(name: str, value: object) -> None:

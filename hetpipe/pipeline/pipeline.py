@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,7 +13,7 @@ from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.named_tensors import NamedTensors, check_capturable
 from hetpipe.capture.whole_loss import capture_of
 from hetpipe.checkpoint.checkpoint import Checkpoint
-from hetpipe.checkpoint.checkpoint import load as load_checkpoint
+from hetpipe.checkpoint.series import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.environment import refuse_ranks
 from hetpipe.errors import CheckpointError, HetpipeError
@@ -21,6 +22,7 @@ from hetpipe.loop.loop import Loop
 from hetpipe.loop.options import task_of
 from hetpipe.optim.check import check_optimizer
 from hetpipe.optim.rule import NO_OPTIMIZER
+from hetpipe.pipeline.autosave import Autosave
 from hetpipe.pipeline.average import check_average
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.diagnosing import diagnose_training
@@ -93,10 +95,10 @@ class Pipeline(Saving):
         resume: Checkpoint | None = None,
         **options: Unpack[Options],
     ) -> None:
-        planned, passes, updates = records_of(options)
+        planned, passes, updates, saves = records_of(options)
         check_capturable(model)
         trains, loss = optimizer is not None, loss_fn or no_loss
-        check_given(loss_fn is not None, trains, passes, updates)
+        check_given(loss_fn is not None, trains, passes, updates, saves)
         rule = NO_OPTIMIZER
         if trains:
             rule = check_optimizer(optimizer, NamedTensors(model, loss).parameters, updates.ema)
@@ -105,12 +107,20 @@ class Pipeline(Saving):
             refuse_ranks()
         padded = Example(*example, passes.buckets)
         mini_batch = padded.samples
-        planned, fixed = resolve(planned, passes, cluster, mini_batch, resume)
         self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
         start = Starting(progress)
         self._is_lent = crew is not None
-        self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
+        self._autosave = Autosave(saves)
+        if (own := self._autosave.begin()) is not None:
+            resume = own
+            start.say(f"the training continues from {own.directory}")
+        try:
+            planned, fixed = resolve(planned, passes, cluster, mini_batch, resume, own is not None)
+            self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
+        except BaseException:
+            self._autosave.close()
+            raise
         try:
             start.show("capturing", 0, 1)
             if planned.measures and not cluster.described:
@@ -122,6 +132,8 @@ class Pipeline(Saving):
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
             self._state, self._loss_state = states_of(model, loss, self._captured)
+            if saves.checkpoint is not None:
+                self._state.warn_of_extra()
             self._captured.leaves(*example)
             setup, costs = set_up(
                 self._captured, self._crew, rule, (planned, passes, updates), mini_batch,
@@ -133,7 +145,8 @@ class Pipeline(Saving):
             self._guard.checks.append(self._captured.watch.check)
             self._guard.checks += [refuse_training] if not trains else []
             self._guard.checks += [refuse_losses] if loss_fn is None else []
-            self._delivery = Delivery(self._training, self._guard, self._rebalancer)
+            self._guard.checks += self._autosave.checks
+            self._delivery = Delivery(self._training, self._guard, self._rebalancer, self._autosave)
             start.end(self.effort)
         except BaseException:
             start.end({})
@@ -250,6 +263,7 @@ class Pipeline(Saving):
     ) -> Pipeline:
         """Return a pipeline that continues where `save` was called; `options` as for `Pipeline`.
 
+        From a folder of `checkpoint=` the newest valid one is loaded.
         It has the checkpoint's plan unless you give `plan` or a part (`cuts`, `split` and so on).
         With the checkpoint's plan, on the same machine, training gives the same weights, bit for
         bit, as if the pipeline had only been flushed. Raises `CheckpointError` for damaged files,
@@ -259,15 +273,20 @@ class Pipeline(Saving):
         return cls(model, loss_fn, example, resume=saved, **options)
 
     def close(self) -> None:
-        """Stop the workers, unless the caller gave the crew. Does nothing in a forked process."""
-        if not self._is_lent and self._guard.owns:
+        """Stop the workers, unless the caller gave the crew, and wait for a checkpoint that is
+        being written. Raises `CheckpointError` if it fails. Does nothing in a forked process."""
+        if not self._guard.owns:
+            return
+        if not self._is_lent:
             self._crew.close()
+        self._autosave.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with suppress(*[CheckpointError] if kind else []):  # the log has it
+            self.close()
 
     def __reduce__(self) -> NoReturn:
         cure = "write it with save(folder) for Pipeline.load, or take its state_dict()"
@@ -281,6 +300,7 @@ class Pipeline(Saving):
 
     def _break_off(self, call: str) -> str:
         """Close after a second interrupt, and return the error message for later calls."""
-        self.close()
+        with suppress(CheckpointError):
+            self.close()
         where = f"closed this pipeline at step {self.steps}; {self._training.last_save}"
         return f"a second interrupt in {call}() {where}"

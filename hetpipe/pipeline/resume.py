@@ -47,7 +47,6 @@ class Saved(Protocol):
 def write(
     directory: Path,
     training: Saved,
-    plan: Plan,
     optimizer: Optimizer,
     settings: Mapping[str, Any],
     notes: Mapping[str, Any],
@@ -55,26 +54,34 @@ def write(
 ) -> None:
     """Save a training and the caller's `notes`. Without `force`, raises `CheckpointError` if a
     value is not finite, or if a loss or gradient that was not finite has been applied."""
-    if training.not_finite is not None and not force:
-        raise CheckpointError(
-            f"the content of {directory} is not replaced: {training.not_finite} This "
-            "mini-batch has updated the weights; load() an earlier checkpoint, or save"
-            " with force=True"
-        )
     values = {role: training.tensors(role) for role in ROLES}
     if not force:
-        values = {role: _finite(directory, role, values[role]) for role in ROLES}
-    manifest = {
+        values = finite(directory, training, values)
+    save(directory, values, manifest_of(training, optimizer, settings, notes))
+    training.last_save = saved_text(training.steps, directory)
+
+
+def manifest_of(
+    training: Saved,
+    optimizer: Optimizer,
+    settings: Mapping[str, Any],
+    notes: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the values that a checkpoint keeps beside the tensors."""
+    return {
         "step": training.steps,
         "updates": list(training.updates),
-        "plan": json.loads(json.dumps(plan.to_json())),  # turns tuples into lists
+        "plan": json.loads(json.dumps(training.plan.to_json())),  # turns tuples into lists
         "optimizer": _described(optimizer),
         "loss_scale": asdict(training.scaling.state()),
         "settings": dict(settings),
         "notes": dict(notes),
     }
-    save(directory, values, manifest)
-    training.last_save = f"it was last saved at step {training.steps} in {directory}"
+
+
+def saved_text(step: int, directory: Path | None) -> str:
+    """Return the text of `Saved.last_save`."""
+    return f"it was last saved at step {step} in {directory}"
 
 
 def restore(
@@ -95,7 +102,21 @@ def restore(
     training.steps, training.updates, training.not_finite = before.steps, updates, None
     if before.loss_scale is not None:
         training.scaling.restore(before.loss_scale)
-    training.last_save = f"it was last saved at step {training.steps} in {saved.directory}"
+    training.last_save = saved_text(training.steps, saved.directory)
+
+
+def finite(directory: Path, training: Saved, values: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Return a training's values; to read one that is not finite raises `CheckpointError`.
+
+    Raises `CheckpointError` if a loss or gradient that was not finite has been applied.
+    """
+    if training.not_finite is not None:
+        raise CheckpointError(
+            f"the content of {directory} is not replaced: {training.not_finite} This "
+            "mini-batch has updated the weights; load() an earlier checkpoint, or save"
+            " with force=True"
+        )
+    return {role: _finite(directory, role, tensors) for role, tensors in values.items()}
 
 
 def _finite(directory: Path, role: str, tensors: Tensors) -> Tensors:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.checkpoint.checkpoint import load as load_checkpoint
+from hetpipe.checkpoint.series import load as load_checkpoint
 from hetpipe.errors import CheckpointError
 from hetpipe.files import user_path
 from hetpipe.pipeline.average import averaged
@@ -17,6 +17,7 @@ from hetpipe.pipeline.resume import progress_of, write
 if TYPE_CHECKING:
     import torch
 
+    from hetpipe.pipeline.autosave import Autosave
     from hetpipe.pipeline.delivery import Delivery
     from hetpipe.pipeline.guard import Guard
     from hetpipe.pipeline.model_state import ModelState
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 class Saving(Facts):
     """A pipeline whose weights can be read, saved and restored."""
 
+    _autosave: Autosave
     _delivery: Delivery
     _guard: Guard
     _loss_state: ModelState
@@ -73,8 +75,7 @@ class Saving(Facts):
             self.flush()
             self._state.warn_of_extra()
             path, setup = user_path(directory, CheckpointError), self._training.setup
-            settings = setup.settings
-            write(path, self._training, self.plan, setup.optimizer, settings, notes or {}, force)
+            write(path, self._training, setup.optimizer, setup.settings, notes or {}, force)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, with the present plan; return the notes of `save`.
@@ -83,6 +84,7 @@ class Saving(Facts):
         `CheckpointError` as `load` does; then nothing has changed. If a file was read only in part,
         every later call says so, until a restore succeeds.
         """
+        self._autosave.finish()
         saved = load_checkpoint(user_path(directory, CheckpointError))
         with self._guard("restore"):
             if not self._training.stages.fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.resume import progress_of
 from hetpipe.plan.sharing import measured_media
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.profile.rounds import Effort
+
+log = logging.getLogger("hetpipe")
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,24 @@ def resolve(
     cluster: Cluster,
     mini_batch: int,
     resume: Checkpoint | None,
+    replans: bool,
 ) -> tuple[PlanOptions, str]:
     """Return the plan's options, and why the plan's layers may not move (empty if they may).
 
-    If the options name no part of a plan, they get the checkpoint's plan. Raises `HetpipeError` for
-    options that contradict each other.
+    If the options name no part of a plan, they get the checkpoint's plan; with `replans` only if
+    the cluster has its devices. Raises `HetpipeError` for options that contradict each other.
     """
     fixed = fixed_by(asked, cluster.described)
     if resume is not None and asked.plan is None and not asked.asked:
-        asked = replace(asked, plan=progress_of(resume).plan)
+        plan = progress_of(resume).plan
+        lost = [member for member in plan.all_devices if member not in cluster.ids]
+        if lost and replans:
+            log.warning(
+                "the checkpoint's plan needs %s, which the cluster lacks: the training continues "
+                "with a new plan", words(lost),
+            )  # fmt: skip
+        else:
+            asked = replace(asked, plan=plan)
     check_costs(asked)
     if passes.whole_loss:
         asked = with_gpipe(asked)

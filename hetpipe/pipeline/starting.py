@@ -26,12 +26,18 @@ class Starting:
 
     def __init__(self, asked: Progress | bool | None) -> None:
         self._begin_s, self._shown = time.monotonic(), ExitStack()
+        self._is_silent = asked is False
         self._tells = asked is True or (asked is None and is_watched())
         self.show: Progress = lambda text, done, total: None
         if callable(asked):
             self.show = asked
         elif self._tells:
             self.show = self._shown.enter_context(progress_bar())
+
+    def say(self, line: str) -> None:
+        """Print a line, unless the user wants no progress."""
+        if not self._is_silent:
+            print(line, file=sys.stderr, flush=True)
 
     def end(self, effort: Mapping[str, int]) -> None:
         """Remove the bar. `effort` has the counts of exports and compilations, if all is well."""
