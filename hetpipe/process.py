@@ -10,16 +10,17 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 START = Path(__file__).with_name("start.py")
 PARENT = "HETPIPE_PARENT"
 """Environment variable: id of the parent process; the new process ends with it."""
-STOPPED_CHECKS = 3
-"""Successive checks that find a process stopped until it counts as stopped: somebody may stop a
-process for a moment."""
+LOOK_S = 0.25
+"""Seconds between two looks at the state of a process."""
+STOPPED_LOOKS = 5
+"""Successive looks that find a process stopped until it counts as stopped: somebody may stop a
+process for a moment. Time in which the looking process is stopped as well does not count."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,11 +59,33 @@ def end_with(parent: int | None) -> None:
 def thread_states(pid: int) -> str:
     """Return the states of a process's threads, as letters of the system (`man proc`); "" if the
     process has ended."""
-    letters = ""
-    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # the thread has ended
-            letters += file.read_text().rpartition(")")[2].split()[0]
-    return letters
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return ""
+    return "".join(_state(pid, thread) for thread in threads)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process; False if it has ended or a debugger holds it.
+
+    A signal stops all threads, so a look at the first one is enough.
+    """
+    return _state(pid, pid) == "T"
+
+
+def _state(pid: int, thread: int | str) -> str:
+    """Return the state of a thread; "" if it has ended."""
+    try:
+        file = os.open(f"/proc/{pid}/task/{thread}/stat", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(file, 256).rpartition(b") ")[2][:1].decode()  # the name may have a ")"
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def ordered(path: Sequence[str]) -> list[str]:

@@ -16,11 +16,12 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from hetpipe.cluster.transports import Transport
-from hetpipe.crew.control import PAUSE_TICKS, Control, Reports
+from hetpipe.crew.control import Control, Reports
 from hetpipe.crew.forkserver import FORK_S, WorkerProcess, start_worker
 from hetpipe.crew.plugboard import Plugboard
 from hetpipe.crew.vigil import Vigil
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
+from hetpipe.process import LOOK_S
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.registry import open_device
@@ -150,7 +151,6 @@ class ProcessFleet(Fleet):
         self._orders = orders
         self._settings = settings
         self._vigils = [Vigil(silence_s) for _ in orders]
-        self._tick_s = min(1.0, orders[0].heartbeat_s)
         self._children: list[WorkerProcess] = []
         pairs = [socket.socketpair() for _ in orders]
         self._channels = [Channel(ours) for ours, _ in pairs]
@@ -214,10 +214,9 @@ class ProcessFleet(Fleet):
 
     def _listen(self) -> None:
         sources: list[Any] = [*self._channels, self._alarm]
-        checked_s = time.monotonic()
+        look_s = time.monotonic() + LOOK_S
         while not (self._closing or self.control.failed):
-            begin_s = time.monotonic()
-            ready = wait(sources, self._tick_s)
+            ready = wait(sources, max(look_s - time.monotonic(), 0.0))
             # Read all pending messages before a worker counts as silent.
             while ready and not (self._closing or self.control.failed):
                 for source in ready:
@@ -226,13 +225,9 @@ class ProcessFleet(Fleet):
                     else:
                         self._alarm.recv(64)  # `close` or a failure rang the bell; the loop checks
                 ready = wait(sources, 0)
-            if time.monotonic() - begin_s > PAUSE_TICKS * self._tick_s:
-                # This process was stopped, or the machine slept: give workers time to report.
-                for vigil in self._vigils:
-                    vigil.pause()
-            if time.monotonic() - checked_s > self._tick_s / 2:
-                self._check()
-                checked_s = time.monotonic()
+            if time.monotonic() >= look_s:
+                self._look()
+                look_s = time.monotonic() + LOOK_S
 
     def _hear(self, worker: int) -> None:
         try:
@@ -263,9 +258,9 @@ class ProcessFleet(Fleet):
                 end += " (the kernel sends it when memory runs out)"
         self.control.fail(f"{self._describe(worker)} {end}")
 
-    def _check(self) -> None:
+    def _look(self) -> None:
         for worker, (vigil, child) in enumerate(zip(self._vigils, self._children, strict=True)):
-            if problem := vigil.check(child.pid or child.server.pid):
+            if problem := vigil.look(child.pid or child.server.pid):
                 self.control.fail(f"{self._describe(worker)} {problem}")
 
     def _describe(self, worker: int) -> str:

@@ -84,7 +84,7 @@ class WorkerProcess:
         still loads torch, and will not start this worker.
         """
         while self.wait(REPORT_S if self.pid else fork_s) is None:
-            if "T" in process.thread_states(self.server.pid):
+            if process.is_stopped(self.server.pid):
                 self.server.kill()
             elif self._pid is None:
                 self._end(-signal.SIGKILL)

@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hetpipe.hosts.guard import guard_connection
+from hetpipe.hosts.pulse import has_answered, lost_way
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.packing import Packed, pack
 
 PIECE_NBYTES = 256 * 1024
-BEAT_S = 1.0
-SILENCE_S = 5.0
+BEAT_S = 0.5
+SILENCE_S = 3.5
 """Seconds without a sign of life from the other host's system after which it counts as lost."""
-STUCK = 6
-"""Times this silence until the other process counts as stuck; a script may keep the interpreter's
-lock for seconds, and a process that is stopped has a guard (`hetpipe.hosts.guard`)."""
+STUCK_S = 30.0
+"""Seconds until the other process counts as stuck; a script may keep the interpreter's lock for
+seconds, and a process that is stopped has a guard (`hetpipe.hosts.guard`)."""
 ROUND_TRIPS = 64
 """The latest signs of life that tell how far the other host's clock is ahead."""
 DRIFT = 5e-4
@@ -99,13 +100,13 @@ class Connection:
         self._silence_s = silence_s
         guard_connection(stream.socket)
         self._numbers = itertools.count(1)
-        self._heard_s = time.monotonic()
+        self._heard = True  # whether bytes have come since the last beat
         self._clocks = Clocks()
         self._closing = False
         # Held while the first reason is noted; never while `on_end` runs.
         self._ending = threading.Lock()
         self._reason = ""
-        _watch_socket(stream.socket, silence_s)
+        _prepare(stream.socket)
 
     def start(
         self, on_message: Callable[[Address, Packed], None], on_end: Callable[[str], None]
@@ -158,7 +159,7 @@ class Connection:
         try:
             while True:
                 kind, number, nbytes = _RECORD.unpack(self._stream.receive(_RECORD.size))
-                self._heard_s = time.monotonic()
+                self._heard = True
                 if kind == HEAD:
                     arriving[number] = _Arriving(self._stream.receive(nbytes))
                 elif kind == BODY:
@@ -169,21 +170,11 @@ class Connection:
                         self._on_message(message.address, Packed(message.parts))
                 else:
                     self._time(kind, _TIMES.unpack(self._stream.receive(nbytes)))
-                self._heard_s = time.monotonic()
+                self._heard = True
         except EOFError as error:
-            self._end(self._describe(error))
+            self._end(f"{error}: its process has ended, or is stopped")
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}")
-
-    def _describe(self, error: EOFError) -> str:
-        """Return why no more bytes come."""
-        if isinstance(error.__cause__, TimeoutError):  # see `_watch_socket`
-            return f"it has given no sign of life for {self._silence_s:.0f} s"
-        if isinstance(error.__cause__, OSError) and not isinstance(
-            error.__cause__, ConnectionError
-        ):
-            return str(error)  # this host has lost its network
-        return f"{error}: its process has ended, or is stopped"
 
     def _time(self, kind: int, times_s: tuple[float, float]) -> None:
         now_s = time.monotonic()
@@ -202,15 +193,26 @@ class Connection:
             self._stream.send_if_free(_RECORD.pack(kind, 0, _TIMES.size) + _TIMES.pack(*times_s))
 
     def _beat(self) -> None:
+        """Send signs of life, and end the connection if none comes.
+
+        Waits are counted, so time in which this process is stopped, or the machine sleeps, does not
+        count.
+        """
+        silent_s = stuck_s = 0.0
         while not (self._closing or self._reason):
             begin_s = time.monotonic()
             self._signal(PING, begin_s, 0.0)
-            time.sleep(BEAT_S if self._clocks.known else BEAT_S / 20)
-            now_s = time.monotonic()
-            if now_s - begin_s > 3 * BEAT_S:  # this process was stopped, or the machine slept
-                self._heard_s = now_s
-            elif (silent_s := now_s - self._heard_s) > STUCK * self._silence_s:
-                self._end(f"it has not answered for {silent_s:.0f} s: it is stuck")
+            wait_s = BEAT_S if self._clocks.known else BEAT_S / 10
+            time.sleep(wait_s)
+            stuck_s = 0.0 if self._heard else stuck_s + wait_s
+            self._heard = False
+            alive = has_answered(self._stream.socket, time.monotonic() - begin_s)
+            silent_s = 0.0 if alive else silent_s + wait_s
+            if silent_s >= self._silence_s:
+                why = lost_way(self._stream.socket)
+                self._end(why or f"it has given no sign of life for {self._silence_s:g} s")
+            elif stuck_s >= STUCK_S:
+                self._end(f"it has not answered for {stuck_s:.0f} s: it is stuck")
 
 
 class _Arriving:
@@ -245,8 +247,7 @@ def _pieces(parts: Sequence[Any]) -> Iterator[memoryview]:
             yield view[begin : begin + PIECE_NBYTES]
 
 
-def _watch_socket(sock: socket.socket, silence_s: float) -> None:
-    """Let a socket fail when the other end is silent, and send small messages at once."""
+def _prepare(sock: socket.socket) -> None:
+    """Let a socket wait without a limit, and send small messages at once."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * silence_s))

@@ -2,7 +2,7 @@
 workers and its connections, so that other hosts know.
 
     the guarded process                     the guard
-    sockets, pidfds of fork servers ------>  looks each second whether the process is stopped
+    sockets, pidfds of fork servers ------>  looks again and again whether the process is stopped
 
 The guard is in another process group, so that Ctrl-Z does not stop it as well.
 """
@@ -18,13 +18,12 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import NamedTuple
 
 from hetpipe import process
 from hetpipe.errors import ClusterError
-
-TICK_S = 1.0
 
 
 class _Guard(NamedTuple):
@@ -100,9 +99,9 @@ def main(fd: int, guarded: int) -> None:
     link, held, poll = socket.socket(fileno=fd), set[int](), select.poll()
     poll.register(link, select.POLLIN)
     poll.register(watched, select.POLLIN)
-    stopped = 0  # successive checks
+    stopped, look_s = 0, time.monotonic()  # successive looks, and when the next one is due
     while True:
-        for descriptor, _ in poll.poll(1e3 * TICK_S):
+        for descriptor, _ in poll.poll(1e3 * max(look_s - time.monotonic(), 0.0)):
             if descriptor == watched:
                 return
             if descriptor in held:  # the connection or the child has ended
@@ -116,8 +115,11 @@ def main(fd: int, guarded: int) -> None:
             for given in descriptors:
                 held.add(given)
                 poll.register(given, 0 if _is_socket(given) else select.POLLIN)
-        stopped = stopped + 1 if "T" in process.thread_states(guarded) else 0
-        if stopped == process.STOPPED_CHECKS:
+        if time.monotonic() < look_s:
+            continue
+        stopped = stopped + 1 if process.is_stopped(guarded) else 0
+        look_s = time.monotonic() + process.LOOK_S
+        if stopped == process.STOPPED_LOOKS:
             for each in held:
                 _end(each)
 

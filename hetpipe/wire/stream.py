@@ -36,9 +36,9 @@ ROOM_NBYTES = 8 * SMALL_NBYTES
 """Bytes of small messages that may be under way; the system keeps twice as many."""
 KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 2,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 1,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 4,
 }
 """A receiver fails after 5 s of silence of the sender's host. The controller does not see a cut
 between two other hosts."""

@@ -34,7 +34,7 @@ from hetpipe.caches import cache_folder  # noqa: E402
 SECRET = {"HETPIPE_SECRET": "a secret of the tests alone", "PYTHONUNBUFFERED": "1"}
 OTHER_SECRET = {**SECRET, "HETPIPE_SECRET": "another secret of the tests"}
 H0, H1 = "h0", "h1"
-QUICK_S, SILENT_S = 5.0, 8.0
+QUICK_S, STOPPED_S, SILENT_S = 5.0, 2.0, 5.0
 LATEST_S = 60.0
 """Seconds after which a training that has not ended is killed."""
 CONTINUED_S = 40.0
@@ -231,9 +231,9 @@ EVENTS: dict[str, Event | Strain | Intruder] = {
     "kill-controller": _ends_h1(QUICK_S, _signal(signal.SIGKILL, H0, "main")),
     "ctrl-c-agent": _ends_h0(QUICK_S, _signal(signal.SIGINT, H1, "main")),
     "ctrl-c-controller": _ends_h1(QUICK_S, _signal(signal.SIGINT, H0, "main")),
-    "stop-worker": _ends_h0(QUICK_S, _signal(signal.SIGSTOP, H1, "worker")),
-    "stop-agent": _ends_h0(QUICK_S, _signal(signal.SIGSTOP, H1, "main")),
-    "stop-controller": _ends_h1(QUICK_S, _signal(signal.SIGSTOP, H0, "main")),
+    "stop-worker": _ends_h0(STOPPED_S, _signal(signal.SIGSTOP, H1, "worker")),
+    "stop-agent": _ends_h0(STOPPED_S, _signal(signal.SIGSTOP, H1, "main")),
+    "stop-controller": _ends_h1(STOPPED_S, _signal(signal.SIGSTOP, H0, "main")),
     "cut": _ends_h0(SILENT_S, _cut),
     "switch-off": _ends_h0(SILENT_S, _switch_off),
     "full-disk": Event(QUICK_S, H0, _full_after_meeting, "No space left"),

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,15 +74,25 @@ def test_hosts_that_both_send_much_do_not_wait_for_each_other() -> None:
         connection.close()
 
 
-def test_a_peer_that_reads_nothing_is_lost_while_a_message_waits() -> None:
-    stream, silent = stream_pair()
-    reasons: list[str] = []
-    connection = Connection(stream, "b", silence_s=1.0)
-    connection.start(lambda address, packed: None, reasons.append)
-    with suppress(OSError):
-        connection.send(Address(1, 0), np.zeros(64 << 20, np.uint8))
-    assert eventually(lambda: bool(reasons), LIMIT_S)
-    silent.close()
+def test_a_peer_that_reads_nothing_is_no_silent_host_but_stuck_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process may keep the interpreter's lock; its system answers, even without room."""
+    stream, peer = stream_pair()
+    ends = SimpleQueue[str]()
+    connection = Connection(stream, "b", silence_s=0.5)
+    connection.start(lambda address, packed: None, ends.put)
+
+    def send() -> None:
+        with suppress(OSError):
+            connection.send(Address(1, 0), np.zeros(64 << 20, np.uint8))
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(Empty):
+        ends.get(timeout=3.0)
+    monkeypatch.setattr("hetpipe.hosts.connection.STUCK_S", 1.0)
+    assert ends.get(timeout=LIMIT_S).endswith("it is stuck")
+    peer.close()
 
 
 def test_a_receiver_asks_a_silent_host_for_signs_of_life() -> None:
