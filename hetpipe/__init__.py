@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.lossscale import LossScale as LossScale
     from hetpipe.pipeline.pipeline import Pipeline as Pipeline
     from hetpipe.pipeline.remote import Remote as Remote
+    from hetpipe.pipeline.survival import Lost as Lost
     from hetpipe.plan.plan import Plan as Plan
     from hetpipe.sdk.backend import Backend as Backend
     from hetpipe.sdk.host.registry import discover_devices as discover_devices

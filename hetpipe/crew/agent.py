@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TextIO
@@ -228,10 +228,10 @@ class Relay:
     def arrived(self, worker: int, message: Packed) -> None:
         self._send(worker, message)
 
-    def fail(self, text: str, trace: str = "") -> None:
+    def fail(self, text: str, trace: str = "", lost: Collection[int] = ()) -> None:
         if not self.failed:
             self.failed = True
-            self._send(HOST, Failed(text, trace))
+            self._send(HOST, Failed(text, trace, tuple(lost)))
             self.on_failure()
 
     def check(self) -> None:

@@ -8,11 +8,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.wire.copy_messages import Copied
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
 logger = logging.getLogger("hetpipe")
@@ -77,7 +78,7 @@ class Reports(Protocol):
 
     def arrived(self, worker: int, message: Any) -> None: ...
 
-    def fail(self, text: str, trace: str = "") -> None: ...
+    def fail(self, text: str, trace: str = "", lost: Collection[int] = ()) -> None: ...
 
     def check(self) -> None: ...
 
@@ -89,7 +90,7 @@ class Control:
 
     `labels` name the workers in messages to the user. `check` and `gather` raise the first failure.
     `doing[n]` returns worker n's present action. `on_failure` runs once, on the thread that reports
-    the failure.
+    the failure. `on_copied` gets the pieces of copies, on the thread that receives them.
     """
 
     relays = False
@@ -97,6 +98,11 @@ class Control:
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = list(labels)
         self.on_failure: Callable[[], None] = lambda: None
+        self.on_copied: Callable[[Copied], None] = lambda piece: None
+        self.lost: frozenset[int] = frozenset()
+        """The workers whose loss is the failure; none if the failure has another cause."""
+        self.raised = False
+        """Whether an error in a worker is the failure, and the worker has not just ended."""
         self._beats = ["start"] * len(self.labels)
         self._replies: list[list[Any]] = [[] for _ in self.labels]
         self._news: list[News] = []
@@ -123,7 +129,11 @@ class Control:
     def arrived(self, worker: int, message: Any) -> None:
         if isinstance(message, Failure):
             where = f" at {message.doing}" if message.doing != "idle" else ""
-            self.fail(f"{self.labels[worker]} failed{where}: {message.summary}", message.trace)
+            text = f"{self.labels[worker]} failed{where}: {message.summary}"
+            self.fail(text, message.trace, [worker])
+            return
+        if isinstance(message, Copied):
+            self.on_copied(message)
             return
         with self._changed:
             if isinstance(message, Beat):
@@ -135,22 +145,24 @@ class Control:
                 self._news.append(message)
             self._changed.notify_all()
 
-    def fail(self, text: str, trace: str = "") -> None:
+    def fail(self, text: str, trace: str = "", lost: Collection[int] = ()) -> None:
         """End the run, and tell the user at once if nobody waits for the workers.
 
-        The present work of the user's thread, such as the capture of a model, may take minutes.
+        `lost` are the workers whose loss is the reason. The present work of the user's thread, such
+        as the capture of a model, may take minutes.
         """
         told = self._gathering
-        if self.end(text, trace) and not told:
+        if self.end(text, trace, lost) and not told:
             logger.warning("%s; the next use of the workers raises this", text)
 
-    def end(self, text: str, trace: str = "") -> bool:
+    def end(self, text: str, trace: str = "", lost: Collection[int] = ()) -> bool:
         """End the run and return whether it had not failed before: later failures only follow from
         the first."""
         with self._changed:
             if self._error is not None:
                 return False
             self._error = (text, trace)
+            self.lost, self.raised = frozenset(lost), bool(trace)
             self._changed.notify_all()
         self.on_failure()
         return True
@@ -219,9 +231,11 @@ class Control:
             limit_s = pass_limit_s if in_pass else patience_s
             silent_s = now_s - moved_s
             if limit_s is not None and silent_s > limit_s:
+                stuck = [worker for worker in workers if _passes(self.doing[worker]())]
                 self.fail(
                     f"nothing has moved for {limit_s:.0f} s, so all workers are ended: "
-                    f"{self.describe(workers)}"
+                    f"{self.describe(workers)}",
+                    lost=stuck if in_pass else (),
                 )
             elif silent_s > self._notice_s:
                 self._notice_s = 10 * silent_s

@@ -239,7 +239,8 @@ class ProcessFleet(Fleet):
         except Exception as error:
             self.control.fail(
                 f"{self._describe(worker)} has sent a message that cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                lost=[worker],
             )
             return
         self._vigils[worker].hear()
@@ -248,7 +249,8 @@ class ProcessFleet(Fleet):
     def _died(self, worker: int) -> None:
         code = self._children[worker].wait(LEAVE_S)
         if code is None:
-            self.control.fail(f"{self._describe(worker)} has closed its connection but still runs")
+            text = f"{self._describe(worker)} has closed its connection but still runs"
+            self.control.fail(text, lost=[worker])
             return
         if code >= 0:
             end = f"ended with status {code}; its own messages are above"
@@ -256,12 +258,12 @@ class ProcessFleet(Fleet):
             end = f"was killed by {_signal_name(-code)}"
             if -code == signal.SIGKILL:
                 end += " (the kernel sends it when memory runs out)"
-        self.control.fail(f"{self._describe(worker)} {end}")
+        self.control.fail(f"{self._describe(worker)} {end}", lost=[worker])
 
     def _look(self) -> None:
         for worker, (vigil, child) in enumerate(zip(self._vigils, self._children, strict=True)):
             if problem := vigil.look(child.pid or child.server.pid):
-                self.control.fail(f"{self._describe(worker)} {problem}")
+                self.control.fail(f"{self._describe(worker)} {problem}", lost=[worker])
 
     def _describe(self, worker: int) -> str:
         child, doing = self._children[worker], self.control.doing_of(worker)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hetpipe.capture.program import PARAM, Slot
+from hetpipe.capture.program import BUFFER, PARAM, STATE, Slot
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.assembly import Assembly
+from hetpipe.crew.copies import Copies
 from hetpipe.crew.launcher import Launched
 from hetpipe.crew.stage_members import StageMembers
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 from hetpipe.wire import messages as say
+from hetpipe.wire.copy_messages import Copy
 from hetpipe.wire.messages import Array
+from hetpipe.worker.bind import Key
 
 
 class Loaded(Workers):
@@ -46,6 +49,24 @@ class Loaded(Workers):
                 (values,) = self._control.gather([worker])
             yield from values.items()
 
+    def copy(self, copies: Copies, mark: object) -> None:
+        """Begin to copy all parameters, buffers and states to this process.
+
+        They arrive while later steps run. `mark` belongs to the copy.
+        """
+        places, own = self._loaded().places, self._own_host
+        values: dict[int, list[Key]] = {}
+        for role in (PARAM, BUFFER, STATE):
+            for name, stage in places.owners(role).items():
+                values.setdefault(stage, []).append((role, name))
+        with self._conversation():
+            self._control.on_copied = copies.arrived
+            number = copies.begin([key for keys in values.values() for key in keys], mark)
+            for stage, keys in values.items():
+                members = self._placement.members[stage]
+                near = next((member for member in members if member in own), members[0])
+                self._fleet.send(self._index[near], Copy(number, {stage: keys}))
+
     def slots(self, role: str) -> dict[str, Slot]:
         """Return the slots whose values `read` returns, by name."""
         return self._loaded().places.owned(role)
@@ -68,6 +89,12 @@ class Loaded(Workers):
             self._tell(stage, say.Swap(stage, pairs))
         for stage, values in places.borrows(self.read(PARAM, [*places.tied])):
             self._tell(stage, say.Write(stage, PARAM, values))
+
+    @property
+    def _own_host(self) -> set[str]:
+        """The members on this process's host."""
+        hosts = self.cluster.connections
+        return {m.id for m in self.cluster.members if hosts is None or m.host == hosts.own.name}
 
     def _tell(self, stage: int, message: say.Write | say.Swap) -> None:
         """Send a message to the replicas of a stage, one after another."""

@@ -35,11 +35,11 @@ class Places:
 
     def owned(self, role: str) -> dict[str, Slot]:
         """Return the slots of a role, by name, in the order of the stages that own them."""
-        return {name: self.slots[n][role, name] for name, n in self._owners(role, ()).items()}
+        return {name: self.slots[n][role, name] for name, n in self.owners(role).items()}
 
     def reads(self, role: str, names: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
         """Yield the stages to read from, one after another, and the names that each stage owns."""
-        owner = self._owners(role, names := list(names))
+        owner = self.owners(role, names := list(names))
         return _pieces((owner[name], self.slots[owner[name]][role, name]) for name in names)
 
     def writes(
@@ -49,7 +49,7 @@ class Places:
 
         A tied gradient is a sum over stages: the owner gets the value, all other stages get zero.
         """
-        owner, by_stage = self._owners(role, values), self._by_stage(role)
+        owner, by_stage = self.owners(role, values), self._by_stage(role)
         slots = [(n, slot) for n, own in enumerate(by_stage) for slot in own if slot.name in values]
         for stage, names in _pieces(slots):
             share = {name: np.asarray(values[name], order="C") for name in names}
@@ -81,8 +81,9 @@ class Places:
         """Return the role and the name of each value of a stage that can be read."""
         return [key for key in self.slots[stage] if key[0] in READABLE]
 
-    def _owners(self, role: str, names: Iterable[str]) -> dict[str, int]:
-        """Return the owner of each value of a role. Raises `HetpipeError` for an unknown name."""
+    def owners(self, role: str, names: Iterable[str] = ()) -> dict[str, int]:
+        """Return the stage that owns each value of a role. Raises `HetpipeError` if one of `names`
+        is unknown."""
         owner: dict[str, int] = {}
         for stage, slots in enumerate(self._by_stage(role)):
             for slot in slots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -50,8 +50,12 @@ class ControlPart:
     def arrived(self, worker: int, message: Any) -> None:
         self._control.arrived(self._workers[worker], message)
 
-    def fail(self, text: str, trace: str = "") -> None:
-        self._control.fail(text, trace)
+    def fail(self, text: str, trace: str = "", lost: Collection[int] = ()) -> None:
+        self._control.fail(text, trace, [self._workers[worker] for worker in lost])
+
+    def fail_all(self, text: str) -> None:
+        """Report that the host is lost, with all its workers."""
+        self._control.fail(text, lost=self._workers)
 
     def check(self) -> None:
         self._control.check()
@@ -64,7 +68,7 @@ class RemoteFleet(Fleet):
     """The workers of one crew on another host, whose agent starts and watches them."""
 
     def __init__(self, control: ControlPart, host: RemoteHost, launch: Launch) -> None:
-        self.control = control
+        self.control = self._part = control
         control.on_failure = self._leave
         self._host, self._crew = host, launch.crew
         host.crews[launch.crew] = self
@@ -75,23 +79,30 @@ class RemoteFleet(Fleet):
         self._launched(LAUNCH_S)
 
     def send(self, worker: int, message: Any) -> None:
-        self.control.check()
-        self._host.send(Address(self._crew, worker), message)
+        self._send(Address(self._crew, worker), message)
 
     def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
+        self._send(Address(0, HOST), Ask(NO_ANSWER, Connect(self._crew, worker, ends)))
+
+    def _send(self, address: Address, message: Any) -> None:
         self.control.check()
-        self._host.send(Address(0, HOST), Ask(NO_ANSWER, Connect(self._crew, worker, ends)))
+        try:
+            self._host.send(address, message)
+        except WorkerError as error:
+            self.lost(str(error))
+            self.control.check()
 
     def arrived(self, worker: int, message: Any) -> None:
         if isinstance(message, Failed):
-            self.control.fail(f"host {self._host.name!r}: {message.text}", message.trace)
+            text = f"host {self._host.name!r}: {message.text}"
+            self.control.fail(text, message.trace, message.lost)
             return
         if isinstance(message, Reply) and isinstance(message.value, StepReport):
             message = Reply(_shifted(message.value, -self._host.connection.clock.ahead_s))
         self.control.arrived(worker, message)
 
     def lost(self, reason: str) -> None:
-        self.control.fail(reason)
+        self._part.fail_all(reason)
 
     def begin_close(self) -> Callable[[], None]:
         """Ask the agent to end the workers. Return a function that waits until they have ended."""

@@ -176,6 +176,16 @@ class Workers:
         """Raise `WorkerError` if a worker has failed."""
         self._control.check()
 
+    @property
+    def lost(self) -> list[str]:
+        """The members whose loss has ended the crew; none if it ended for another reason."""
+        return [self.cluster.members[worker].id for worker in sorted(self._control.lost)]
+
+    @property
+    def raised(self) -> bool:
+        """Whether an error in a lost member's worker was reported, and it has not just ended."""
+        return self._control.raised
+
     def close(self) -> None:
         """End all workers; safe to call twice. Does nothing in a fork of the process."""
         if self._control.owns:

@@ -27,7 +27,6 @@ class Ahead:
 
     def __init__(self, training: Training, batches: Iterable[tuple[Any, Any]]) -> None:
         self._training, self._source = training, iter(batches)
-        self._feeding = training.setup.crew.feeding
         self._kept: Numbered | BaseException | None = None
 
     def __iter__(self) -> Self:
@@ -43,11 +42,13 @@ class Ahead:
         return x, y, 0
 
     def read(self) -> None:
-        """Read the next mini-batch; on one host, do nothing. Raises only `KeyboardInterrupt`."""
-        if not self._feeding.members:
+        """Read the next mini-batch, unless it is read; on one host, do nothing. Raises only
+        `KeyboardInterrupt`."""
+        feeding = self._training.setup.crew.feeding
+        if not feeding.members or self._kept is not None:
             return
         try:
-            self._feeding.wait()  # the source may use its arrays again
+            feeding.wait()  # the source may use its arrays again
             x, y = next(self._source)
             self._kept = x, y, self._feed(x, y)
         except KeyboardInterrupt:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.errors import HetpipeError, NotFiniteError, WorkerError
 from hetpipe.pipeline.ahead import Ahead
 from hetpipe.pipeline.autosave import Autosave
@@ -15,12 +17,15 @@ from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.remote import Remote, RemoteBatches
 from hetpipe.pipeline.results import Result
+from hetpipe.pipeline.survival import Survival
 from hetpipe.pipeline.training import Training
 from hetpipe.wire.wire import Content
 
 if TYPE_CHECKING:
     from hetpipe.crew.request import StepRequest, StepResult
     from hetpipe.wire.messages import Array
+
+T = TypeVar("T")
 
 
 class Delivery:
@@ -31,9 +36,17 @@ class Delivery:
     """
 
     def __init__(
-        self, training: Training, guard: Guard, rebalancer: Rebalancer, autosave: Autosave
+        self,
+        training: Training,
+        guard: Guard,
+        rebalancer: Rebalancer,
+        autosave: Autosave,
+        survival: Survival | None,
     ) -> None:
         self._training = training
+        self._survival = survival
+        if survival is not None:
+            survival.on_resumed = self._repeat_forwards
         self._guard = guard
         self._rebalancer = rebalancer
         self._autosave = autosave
@@ -41,12 +54,22 @@ class Delivery:
         self._run: object | None = None  # a token of the run that has results to come
         self._forwards: Forwards | None = None  # in eval mode, perhaps under way
 
-    @contextmanager
-    def at_rest(self, call: str) -> Iterator[None]:
-        """Guard a public call, and begin it after all mini-batches are applied."""
-        with self._guard(call):
+    def call(self, name: str, work: Callable[[], T]) -> T:
+        """Guard a public call, or a part of it, and return the result of `work`.
+
+        `work` is repeated after a loss that the training survives.
+        """
+        with self._guard(name):
+            return work() if self._survival is None else self._survival.run(work)
+
+    def at_rest(self, name: str, work: Callable[[], T]) -> T:
+        """Return the result of a public call that begins after all mini-batches are applied."""
+
+        def rest() -> T:
             self.settle()
-            yield
+            return work()
+
+        return self.call(name, rest)
 
     def settle(self) -> None:
         """Wait until all mini-batches that were handed in are collected and applied."""
@@ -66,17 +89,21 @@ class Delivery:
     def step(self, x: Any, y: Any) -> Result:
         """Train on one whole mini-batch."""
         with self._guard("step"):
-            self._end_forwards()
-            self._move_if_due()
-            if self._training.streams:
-                self.settle()
-                self._training.admit(x, y)
-                result = self._training.collect()
-                self.settle()
-            else:
-                result = self._training.step(x, y)
-            self._save_if_due()
+            if not self._training.streams:
+                result = self.call("step", lambda: self._step(x, y))
+                self.call("step", self._save_if_due)
+                return result
+            self.call("step", self._prepare)
+            self.at_rest("step", lambda: self._training.admit(x, y))
+            result = self.call("step", self._training.collect)
+            self.call("step", self.settle)
+            self.call("step", self._save_if_due)
             return result
+
+    def _step(self, x: Any, y: Any, fed: int = 0, beside: Hook = nothing) -> Result:
+        """Train on one mini-batch under a schedule that flushes."""
+        self._prepare()
+        return self._training.step(x, y, fed, beside)
 
     def run(self, batches: Iterable[tuple[Any, Any]] | Remote) -> Generator[Result, None, None]:
         """Train on mini-batches, and yield a result for each, in order; see `Pipeline.run`."""
@@ -87,10 +114,8 @@ class Delivery:
             ahead = Ahead(self._training, batches)
             for x, y, fed in ahead:
                 with self._guard("run"):
-                    self._end_forwards()
-                    self._move_if_due()
-                    result = self._training.step(x, y, fed, ahead.read)
-                    self._save_if_due()
+                    result = self.call("run", partial(self._step, x, y, fed, ahead.read))
+                    self.call("run", self._save_if_due)
                 yield result
             return
         token = object()
@@ -110,12 +135,16 @@ class Delivery:
 
     def _run_remote(self, remote: Remote) -> Iterator[Result]:
         """Train on the mini-batches that the workers read."""
+        if self._survival is not None:
+            raise HetpipeError(
+                f"{remote} does not work with survive='auto', which keeps mini-batches in this "
+                "process: read the data here, or leave survive out"
+            )
         batches = RemoteBatches(self._training.setup, remote)
         try:
             while True:
                 with self._guard("run"):
-                    self._end_forwards()
-                    self._move_if_due()
+                    self._prepare()
                     if (present := next(batches, None)) is None:
                         return
                     result = self._training.step(present, None)
@@ -137,25 +166,21 @@ class Delivery:
                 failure = error
                 break
             with self._guard("run"):
-                self._end_forwards()
-                self._move_if_due()
+                self.call("run", self._prepare)
                 try:
                     fits = training.fits(x, y)
                 except HetpipeError as error:
                     failure = error
                     break
-                if not fits:  # stages will be loaded, so no mini-batch may be under way
-                    self._collect_all()
-                training.admit(x, y)
+                self.call("run", partial(self._admit, x, y, fits))
                 if training.is_full and not self._results:
-                    self._results.append(training.collect())
-                self._save_if_due()
+                    self._results.append(self.call("run", training.collect))
+                self.call("run", self._save_if_due)
             if self._results:
                 yield self._results.popleft()
         while self._results or training.under_way:
-            with self._guard("run"):
-                if not self._results:
-                    self._results.append(training.collect())
+            if not self._results:
+                self._results.append(self.call("run", training.collect))
             yield self._results.popleft()
         if failure is not None:
             raise failure
@@ -195,17 +220,15 @@ class Delivery:
         for leaves, y in batches:
             with self._guard(call):
                 if self._forwards is not forwards:
-                    self.settle()
-                    forwards.begin()
+                    self.at_rest(call, forwards.begin)
                     self._forwards = forwards
-                forwards.admit(leaves)
-                found = forwards.take()
+                self.call(call, partial(forwards.admit, leaves))
+                found = self.call(call, forwards.take)
             labels.append(y)
             if found is not None:
                 yield *found, labels.popleft()
         while labels:
-            with self._guard(call):
-                found = forwards.take(ends=True)
+            found = self.call(call, partial(forwards.take, ends=True))
             assert found is not None
             yield *found, labels.popleft()
 
@@ -214,15 +237,30 @@ class Delivery:
             self._forwards.end()
             self._forwards = None
 
-    def _move_if_due(self) -> None:
+    def _admit(self, x: Any, y: Any, fits: bool) -> None:
+        if not fits:  # stages will be loaded, so no mini-batch may be under way
+            self._collect_all()
+        self._training.admit(x, y)
+
+    def _prepare(self) -> None:
+        """Move layers and take a snapshot if that is due, before the next mini-batch."""
+        self._end_forwards()
         if self._rebalancer.due:
             self.settle()
             self._rebalancer.follow()
+        if self._survival is not None and self._survival.due:
+            self.settle()
+            self._survival.snapshot()
 
     def _save_if_due(self) -> None:
         if self._autosave.is_due(self._training):
             self.settle()
             self._autosave.save(self._training)
+
+    def _repeat_forwards(self) -> None:
+        """Begin the forwards under way again, on other stages."""
+        if self._forwards is not None:
+            self._forwards.repeat()
 
     def _collect_all(self) -> None:
         while self._training.under_way:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
     from hetpipe.explain.explanation import Explanation
     from hetpipe.pipeline.rebalance import Rebalancer
+    from hetpipe.pipeline.survival import Lost, Survival
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.rounds import Effort
@@ -28,6 +29,7 @@ class Facts:
     _efforts: list[Effort]
     _measurements: Measurements
     _rebalancer: Rebalancer
+    _survival: Survival | None = None
     _training: Training
 
     def _repr_html_(self) -> str:
@@ -45,6 +47,11 @@ class Facts:
     def steps(self) -> int:
         """The number of mini-batches handed in, including those before a checkpoint."""
         return self._training.steps
+
+    @property
+    def lost(self) -> tuple[Lost, ...]:
+        """The losses of devices that this pipeline has survived."""
+        return () if self._survival is None else tuple(self._survival.lost)
 
     @property
     def loss_scale(self) -> float:

@@ -94,6 +94,16 @@ def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
     return why
 
 
+def why_fixed(plan: Plan) -> str:
+    """Return why the layers of a plan never move, or ""."""
+    if max(plan.replicas) == 1:
+        return ""
+    return (
+        "layers on several replicas do not move: leave out replicas, and name a schedule such as "
+        "'1f1b'"
+    )
+
+
 def check_count(microbatches: int, mini_batch: int) -> None:
     """Raise `PlanError` for more micro-batches than samples."""
     if microbatches > mini_batch:

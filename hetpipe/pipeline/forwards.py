@@ -64,7 +64,7 @@ class Forwards:
         self._content = Content.INFERENCE if self._has_whole_loss else content
         self._keeps_output = keeps_output
         self._values: Mapping[str, Array] = {}  # the parameters of the loss of whole mini-batches
-        self._under_way: deque[StepRequest] = deque()
+        self._under_way: deque[tuple[StepRequest, Mapping[str, Array]]] = deque()
         self._results: deque[tuple[StepRequest, StepResult]] = deque()
 
     def begin(self) -> None:
@@ -80,6 +80,14 @@ class Forwards:
         self.settle()
         if self._ema:
             swap_average(self._training)
+
+    def repeat(self) -> None:
+        """Begin again on other stages with the same weights, with all mini-batches under way."""
+        again = [leaves for _, leaves in self._under_way]
+        self._under_way.clear()
+        self.begin()
+        for leaves in again:
+            self.admit(leaves)
 
     def admit(self, leaves: Mapping[str, Array]) -> None:
         """Begin the forwards of a mini-batch."""
@@ -107,9 +115,7 @@ class Forwards:
         )
         training.stages.check_own()
         training.setup.crew.post(request)
-        self._under_way.append(request)
-        if len(self._under_way) > WINDOW:
-            self._collect()
+        self._under_way.append((request, leaves))
 
     def settle(self) -> None:
         """Wait until no mini-batch is under way."""
@@ -118,15 +124,16 @@ class Forwards:
 
     def take(self, ends: bool = False) -> tuple[StepRequest, StepResult] | None:
         """Return the next result; None if there is none yet or, at the end, none any more."""
-        if ends and not self._results and self._under_way:
+        if len(self._under_way) > (0 if ends else WINDOW) and not (ends and self._results):
             self._collect()
         return self._results.popleft() if self._results else None
 
     def _collect(self) -> None:
-        request = self._under_way.popleft()
+        request, _ = self._under_way[0]
         training = self._training
         training.stages.check_own()
         result = training.note(request, training.setup.crew.collect())
+        self._under_way.popleft()
         if request.whole_loss is not None:
             try:
                 result = result.with_loss(request.whole_loss(result.outputs))

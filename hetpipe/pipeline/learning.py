@@ -44,10 +44,11 @@ class Learning:
         self.recent.append(timeline)
         self._learned = None
 
-    def restart(self, plan: Plan) -> None:
-        """Begin again with a new plan, because earlier passes belong to other stages."""
+    def restart(self, plan: Plan, table: CostTable | None = None) -> None:
+        """Begin again with a new plan, perhaps with another table of the same devices' costs,
+        because earlier passes belong to other stages."""
         self._factors = self.factors
-        self._plan = plan
+        self._plan, self._table = plan, table or self._table
         self.recent.clear()
 
     @property

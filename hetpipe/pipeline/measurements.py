@@ -18,6 +18,7 @@ from hetpipe.simulate.simulator import simulate
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cost.table import CostTable
+    from hetpipe.crew.crew import Crew
     from hetpipe.crew.request import StepResult
     from hetpipe.pipeline.setup import Setup
     from hetpipe.pipeline.training import Ran, Training
@@ -37,10 +38,18 @@ class Measurements:
     """
 
     def __init__(self, training: Training, costs: CostTable | None) -> None:
-        self._training, self._crew = training, training.setup.crew
-        self._board_time: BoardTime | None = None
-        if costs is not None and boards_of(training.plan, self._crew.cluster):
-            self._board_time = BoardTime(training.setup, costs)
+        self._training = training
+        self.renew(costs)
+
+    def renew(self, costs: CostTable | None) -> None:
+        """Use another plan and its costs from now on."""
+        setup = self._training.setup
+        with_boards = costs is not None and boards_of(self._training.plan, setup.crew.cluster)
+        self._board_time = BoardTime(setup, costs) if costs is not None and with_boards else None
+
+    @property
+    def _crew(self) -> Crew:
+        return self._training.setup.crew
 
     @property
     def timeline(self) -> Timeline:

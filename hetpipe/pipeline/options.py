@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
 
 
+SURVIVES = AUTO, OFF = ("auto", "off")
 MICRO_BATCH, MINI_BATCH = LOSSES_OVER = ("micro-batch", "mini-batch")
 
 
@@ -61,6 +62,10 @@ class Options(TypedDict, total=False):
     checkpoint: str | Path | None
     every: int
     keep: int
+    survive: str
+    spares: Sequence[str]
+    snapshot_every: int | None
+    snapshot_nbytes: int | None
 
 
 @dataclass(frozen=True)
@@ -276,24 +281,62 @@ class SaveOptions:
             raise HetpipeError(f"{names[0]}={getattr(self, names[0])!r}: give checkpoint= as well")
 
 
-def records_of(
-    options: Mapping[str, Any],
-) -> tuple[PlanOptions, PassOptions, UpdateOptions, SaveOptions]:
+@dataclass(frozen=True)
+class SurvivalOptions:
+    """Options for the loss of devices."""
+
+    survive: str = OFF
+    """`auto`: a training goes on without the devices that it loses. `off`: a loss ends it."""
+    spares: Sequence[str] = ()
+    """Members that have no layers until another member is lost."""
+    snapshot_every: int | None = None
+    """Mini-batches between two snapshots. By default a snapshot costs little, and a replay takes
+    few seconds."""
+    snapshot_nbytes: int | None = None
+    """The most bytes that snapshots and kept mini-batches may take in this process's memory; by
+    default half of the free memory."""
+
+    def __post_init__(self) -> None:
+        if self.survive not in SURVIVES:
+            raise HetpipeError(
+                f"survive={self.survive!r} is not known; {choices(str(self.survive), SURVIVES)}"
+            )
+        if isinstance(self.spares, str):
+            raise HetpipeError(f"spares={self.spares!r}: give a list, as [{self.spares!r}]")
+        for name in ("snapshot_every", "snapshot_nbytes"):
+            if (value := getattr(self, name)) is not None:
+                _check_count(name, value)
+        given = [name for name in ("spares", "snapshot_every", "snapshot_nbytes")
+                 if getattr(self, name)]  # fmt: skip
+        if given and not self.survives:
+            raise HetpipeError(f"{given[0]} is given without survive='auto': give both, or neither")
+
+    @property
+    def survives(self) -> bool:
+        """Whether a training goes on without a lost device."""
+        return self.survive == AUTO
+
+
+Records = tuple[PlanOptions, PassOptions, UpdateOptions, SaveOptions, SurvivalOptions]
+
+
+def records_of(options: Mapping[str, Any]) -> Records:
     """Return the options as records. Raises `HetpipeError` for an unknown option."""
-    kinds = (PlanOptions, PassOptions, UpdateOptions, SaveOptions)
+    kinds = (PlanOptions, PassOptions, UpdateOptions, SaveOptions, SurvivalOptions)
     names = {kind: [field.name for field in fields(kind)] for kind in kinds}
     keywords = [name for of_kind in names.values() for name in of_kind]
     for name in options:
         if name not in keywords:
             raise HetpipeError(f"a pipeline has no option {name!r}; {choices(name, keywords)}")
-    planned, passes, updates, saves = (
+    planned, passes, updates, saves, survival = (
         kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds
     )
     assert isinstance(planned, PlanOptions)
     assert isinstance(passes, PassOptions)
     assert isinstance(updates, UpdateOptions)
     assert isinstance(saves, SaveOptions)
-    return planned, passes, updates, saves
+    assert isinstance(survival, SurvivalOptions)
+    return planned, passes, updates, saves, survival
 
 
 def _check_count(name: str, value: object) -> None:

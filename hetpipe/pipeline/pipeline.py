@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +30,7 @@ from hetpipe.pipeline.diagnosing import diagnose_training
 from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.inference import check_given, no_loss, refuse_losses, refuse_training
+from hetpipe.pipeline.journal import make_training
 from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.model_state import as_tensors, states_of
 from hetpipe.pipeline.options import records_of
@@ -39,7 +41,7 @@ from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving
 from hetpipe.pipeline.setup import resolve, set_up
 from hetpipe.pipeline.starting import Starting
-from hetpipe.pipeline.training import Training
+from hetpipe.pipeline.survival import begin_survival
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from hetpipe.callbacks.base import Callback
     from hetpipe.callbacks.history import History
     from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cost.table import CostTable
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.loop.batches import Source
     from hetpipe.loop.options import FitOptions
@@ -95,7 +98,7 @@ class Pipeline(Saving):
         resume: Checkpoint | None = None,
         **options: Unpack[Options],
     ) -> None:
-        planned, passes, updates, saves = records_of(options)
+        planned, passes, updates, saves, survival = records_of(options)
         check_capturable(model)
         trains, loss = optimizer is not None, loss_fn or no_loss
         check_given(loss_fn is not None, trains, passes, updates, saves)
@@ -136,17 +139,20 @@ class Pipeline(Saving):
                 self._state.warn_of_extra()
             self._captured.leaves(*example)
             setup, costs = set_up(
-                self._captured, self._crew, rule, (planned, passes, updates), mini_batch,
+                self._captured, self._crew, rule, (planned, passes, updates, survival), mini_batch,
                 start.show, self._efforts.append,
             )  # fmt: skip
-            self._training = Training(setup, mini_batch, resume, start.show)
+            self._training = make_training(setup, mini_batch, resume, start.show)
             self._measurements = Measurements(self._training, costs)
             self._rebalancer = Rebalancer(self._training, costs, fixed, bool(planned.rebalance))
             self._guard.checks.append(self._captured.watch.check)
             self._guard.checks += [refuse_training] if not trains else []
             self._guard.checks += [refuse_losses] if loss_fn is None else []
             self._guard.checks += self._autosave.checks
-            self._delivery = Delivery(self._training, self._guard, self._rebalancer, self._autosave)
+            self._survival = begin_survival(self._training, self._renew)
+            self._delivery = Delivery(
+                self._training, self._guard, self._rebalancer, self._autosave, self._survival
+            )
             start.end(self.effort)
         except BaseException:
             start.end({})
@@ -200,8 +206,7 @@ class Pipeline(Saving):
         """Flush, and move layers if the best plan saves more than 5 % of a step, and in `steps`
         steps more seconds than the move takes. Raises `HetpipeError` if the plan is fixed, or
         gradients are accumulated."""
-        with self._delivery.at_rest("rebalance"):
-            return self._rebalancer.rebalance(steps)
+        return self._delivery.at_rest("rebalance", lambda: self._rebalancer.rebalance(steps))
 
     def set_speed(self, member: str, speed: float) -> None:
         """Emulate another speed on a member from now on; see `Crew.set_speed`."""
@@ -242,15 +247,16 @@ class Pipeline(Saving):
         """Flush, and return loss and gradients (by parameter name) of one mini-batch."""
         with self._guard("gradients"):
             self.flush()
-            loss, grads = gradients_of(self._training, x, y)
+            compute = partial(gradients_of, self._training, x, y)
+            loss, grads = self._delivery.call("gradients", compute)
             return loss, as_tensors(grads)
 
     def diagnose(self, x: Any, y: Any) -> Diagnosis:
         """Compare every program of one mini-batch with torch in float64, and name the device, layer
         and operator where results differ or are not finite. The training does not change."""
         with self._guard("diagnose"):
-            self._delivery.settle_anyway()
-            return diagnose_training(self._training, x, y)
+            self._delivery.call("diagnose", self._delivery.settle_anyway)
+            return self._delivery.call("diagnose", partial(diagnose_training, self._training, x, y))
 
     @classmethod
     def load(
@@ -295,8 +301,13 @@ class Pipeline(Saving):
     def corrected(self) -> Correction:
         """Flush, and return the plan's predicted step, corrected for the present speed of devices:
         by their last passes, or by short probes. Raises `HetpipeError` without costs."""
-        with self._delivery.at_rest("corrected"):
-            return self._rebalancer.corrected()
+        return self._delivery.at_rest("corrected", self._rebalancer.corrected)
+
+    def _renew(self, costs: CostTable) -> None:
+        """Use the crew and the plan that follow a loss."""
+        self._crew, self._is_lent = self._training.setup.crew, False
+        self._measurements.renew(costs)
+        self._rebalancer.renew(costs)
 
     def _break_off(self, call: str) -> str:
         """Close after a second interrupt, and return the error message for later calls."""

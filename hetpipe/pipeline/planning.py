@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, permutations
 from typing import TYPE_CHECKING
@@ -100,6 +100,8 @@ class Planning:
     earlier: EarlierPlans | None = None
     noted: Callable[[Plan], Plan] = lambda plan: plan
     """Returns a plan with notes about the programs of its stages."""
+    seen: dict[int, CostTable] = field(default_factory=dict)
+    """The costs that were used, by the samples of a micro-batch."""
 
     @property
     def members(self) -> list[str]:
@@ -167,14 +169,14 @@ class Planning:
         # are measured, and stored sizes are read; then the sizes of plans that are the best by
         # interpolated costs are measured.
         ends = self._sizes([counts[0], counts[-1]])
-        tables = self.tables(sorted({*ends, *self._stored(counts)}, reverse=True))
+        tables = self._costs(sorted({*ends, *self._stored(counts)}, reverse=True))
         while True:
             best = plan_on(tables, self.cluster, options)
             kept = self.earlier and self.earlier.kept(best, tables, asked.keywords)
             size = self._samples(best.microbatches)
             if kept or size in tables or min(best.replicas) > 1:
                 break
-            measured = self.tables([size])
+            measured = self._costs([size])
             if size not in measured:  # the user's costs lack this size
                 break
             tables |= measured
@@ -268,11 +270,18 @@ class Planning:
 
     def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
         """Return the costs for these numbers of micro-batches, by samples of a micro-batch."""
-        return self.tables(self._sizes(counts))
+        return self._costs(self._sizes(counts))
 
     def _stored(self, counts: Sequence[int]) -> dict[int, CostTable]:
         """Return the costs for these numbers of micro-batches that need no measurement."""
-        return (self.stored or self.tables)(self._sizes(counts))
+        found = (self.stored or self.tables)(self._sizes(counts))
+        self.seen.update(found)
+        return found
+
+    def _costs(self, sizes: Sequence[int]) -> dict[int, CostTable]:
+        found = self.tables(sizes)
+        self.seen.update(found)
+        return found
 
     def _sizes(self, counts: Sequence[int]) -> list[int]:
         return sorted({self._samples(count) for count in counts}, reverse=True)

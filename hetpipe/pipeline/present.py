@@ -27,14 +27,22 @@ def present(
     outlines = {**Tensors.of(unread).outlines, **shapes}
 
     def each(names: Sequence[str]) -> Iterator[Array]:
-        own = [part for name in names for part in parts.names(name)]
-        from_crew = (value for _, value in crew.each(role, [n for n in own if n in slots]))
-        values = (next(from_crew) if name in slots else unread[name] for name in own)
+        from_crew = (value for _, value in crew.each(role, [n for n in names if n in slots]))
+        return (next(from_crew) if name in slots else unread[name] for name in names)
+
+    return joined(Tensors(outlines, each), parts)
+
+
+def joined(tensors: Tensors, parts: SplitParameters) -> Tensors:
+    """Return tensors with the graphs' names by the model's names."""
+
+    def each(names: Sequence[str]) -> Iterator[Array]:
+        values = tensors.each([part for name in names for part in parts.names(name)])
         for name in names:
             pieces = list(islice(values, len(parts.names(name))))
             yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    return Tensors(_joined(outlines, parts), each)
+    return Tensors(_joined(tensors.outlines, parts), each)
 
 
 def _joined(outlines: Mapping[str, Outline], parts: SplitParameters) -> dict[str, Outline]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
+from hetpipe.pipeline.fit import why_fixed
 from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning
 from hetpipe.plan.building import build_plan
 from hetpipe.plan.costs import StageCosts
@@ -84,18 +85,14 @@ class Rebalancer:
     """
 
     def __init__(self, training: Training, costs: CostTable | None, fixed: str, auto: bool) -> None:
-        self._training, self._crew = training, training.setup.crew
+        self._training = training
         self._planned_by = costs
         known = (
-            None if self._crew.cluster.described else costs
+            None if training.setup.crew.cluster.described else costs
         )  # the time of a board cannot be measured
         self._learning = None if known is None else Learning(known, training.plan)
-        self._fixed = fixed
-        if not fixed and max(training.plan.replicas) > 1:
-            self._fixed = (
-                "layers on several replicas do not move: leave out replicas, and name a schedule "
-                "such as '1f1b'"
-            )
+        self._asked_fixed = fixed
+        self._fixed = fixed or why_fixed(training.plan)
         self._auto = auto and len(training.plan.stages) > 1
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
@@ -107,12 +104,23 @@ class Rebalancer:
         self._ran = {proposal_of(training.plan): None}  # the proposals that have run, in order
         training.watch = self._learn
 
+    def renew(self, costs: CostTable) -> None:
+        """Begin again with another plan and its costs, after a loss. Learned factors stay."""
+        plan = self._training.plan
+        self._fixed, self._planned_by = self._asked_fixed or why_fixed(plan), costs
+        if self._learning is not None:
+            self._learning.restart(plan, costs)
+        self._seen, self._next, self._awaited = 0, None, None
+        self._hysteresis, self._considered = Hysteresis(), {}
+        self._ran = {proposal_of(plan): None}
+
     @property
     def costs(self) -> CostTable | None:
         """The learned costs, or the plan's costs if nothing was learned."""
         if self._learning is None:
             return self._planned_by
-        emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
+        members = self._training.setup.crew.cluster.members
+        emulated = [member.id for member in members if member.speed != 1.0]
         return self._learning.table(emulated)
 
     @property
@@ -136,7 +144,8 @@ class Rebalancer:
         from hetpipe.profile.drift import corrected_now  # it loads torch
 
         by_passes = None if self._learning is None else self._learning.corrected()
-        return by_passes or corrected_now(self._crew, self._training.plan, self.planned_by)
+        crew = self._training.setup.crew
+        return by_passes or corrected_now(crew, self._training.plan, self.planned_by)
 
     @property
     def due(self) -> bool:

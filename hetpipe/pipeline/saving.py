@@ -34,19 +34,21 @@ class Saving(Facts):
 
     def flush(self) -> None:
         """Wait until all mini-batches are applied, and apply accumulated gradients."""
-        with self._delivery.at_rest("flush"):
-            self._training.apply()
+        self._delivery.at_rest("flush", self._training.apply)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's parameters and buffers under their original names, on the CPU."""
-        with self._delivery.at_rest("state_dict"):
-            return self._state.read(self._training)
+        return self._delivery.at_rest("state_dict", lambda: self._state.read(self._training))
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """Return `state_dict` with the average of each parameter in its place; buffers are not
         averaged. Raises `HetpipeError` without the option `ema`."""
-        with self._delivery.at_rest("ema_state_dict"), averaged(self._training):
-            return self._state.read(self._training)
+
+        def read() -> dict[str, torch.Tensor]:
+            with averaged(self._training):
+                return self._state.read(self._training)
+
+        return self._delivery.at_rest("ema_state_dict", read)
 
     def copy_to(self, model: torch.nn.Module, *, ema: bool = False) -> None:
         """Copy the present parameters and buffers into a model, such as the one in training.
@@ -59,8 +61,8 @@ class Saving(Facts):
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the loss's parameters and buffers, if it has any, under their original names. In
         checkpoints, gradients and `decay_exclude` the names begin with `loss.`."""
-        with self._delivery.at_rest("loss_state_dict"):
-            return self._loss_state.read(self._training)
+        training = self._training
+        return self._delivery.at_rest("loss_state_dict", lambda: self._loss_state.read(training))
 
     def save(
         self, directory: str | Path, *, notes: Mapping[str, Any] | None = None, force: bool = False
@@ -74,8 +76,12 @@ class Saving(Facts):
         with self._guard("save"):
             self.flush()
             self._state.warn_of_extra()
-            path, setup = user_path(directory, CheckpointError), self._training.setup
-            write(path, self._training, setup.optimizer, setup.settings, notes or {}, force)
+            path, training = user_path(directory, CheckpointError), self._training
+            setup = training.setup
+            self._delivery.call(
+                "save",
+                lambda: write(path, training, setup.optimizer, setup.settings, notes or {}, force),
+            )
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, with the present plan; return the notes of `save`.
@@ -88,6 +94,8 @@ class Saving(Facts):
         saved = load_checkpoint(user_path(directory, CheckpointError))
         with self._guard("restore"):
             if not self._training.stages.fault:
-                self._delivery.settle_anyway()
-            self._training.restore(saved)
+                self._delivery.call("restore", self._delivery.settle_anyway)
+            self._delivery.call("restore", lambda: self._training.restore(saved))
+            if self._survival is not None:
+                self._survival.begin()
         return progress_of(saved).notes

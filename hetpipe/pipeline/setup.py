@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.buckets import Buckets
 from hetpipe.cluster.hosts import notes_of
+from hetpipe.cluster.parts import without
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import NO_OPTIMIZER
@@ -28,7 +29,7 @@ from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.resume import progress_of
 from hetpipe.plan.sharing import measured_media
-from hetpipe.words import words
+from hetpipe.words import choices, words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -38,7 +39,12 @@ if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
     from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
-    from hetpipe.pipeline.options import PassOptions, PlanOptions, UpdateOptions
+    from hetpipe.pipeline.options import (
+        PassOptions,
+        PlanOptions,
+        SurvivalOptions,
+        UpdateOptions,
+    )
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.profile.rounds import Effort
@@ -56,6 +62,9 @@ class Setup:
     optimizer: Optimizer
     passes: PassOptions
     updates: UpdateOptions
+    survival: SurvivalOptions
+    tables: Mapping[int, CostTable]
+    """All costs that the planner has seen, by the samples of a micro-batch."""
 
     @property
     def whole_loss(self) -> WholeLossCaptured | None:
@@ -135,7 +144,7 @@ def set_up(
     captured: Captured,
     crew: Crew,
     optimizer: Optimizer,
-    options: tuple[PlanOptions, PassOptions, UpdateOptions],
+    options: tuple[PlanOptions, PassOptions, UpdateOptions, SurvivalOptions],
     mini_batch: int,
     progress: Progress,
     report: Callable[[Effort], None],
@@ -145,7 +154,7 @@ def set_up(
     Also returns the plan's costs, if they are known. `report` gets the effort of a profile. Raises
     `HetpipeError`.
     """
-    asked, passes, updates = options
+    asked, passes, updates, survival = options
     if captured.trains and optimizer is NO_OPTIMIZER:
         raise HetpipeError("captured is for a training: leave it out, or give an optimizer")
     asked = _check_captured(captured, asked, passes)
@@ -157,7 +166,13 @@ def set_up(
     members = infos if asked.plan is None else asked.plan.all_devices
     check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
     planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
+    if survival.survives:
+        asked = replace(asked, priced=True)
+        planning = replace(planning, cluster=without_spares(planning.cluster, survival.spares))
     plan, costs = planning.choose(asked)
+    tables = planning.seen if asked.costs is None else {asked.costs.samples: asked.costs}
+    if survival.survives:
+        check_survivors(crew.cluster, tables)
     notes = [] if captured.padding is None else [captured.padding.text]
     if costs is not None and costs.whole_loss:
         notes.append(str(costs.whole_loss[plan.stages[-1].devices[0]]))
@@ -172,7 +187,31 @@ def set_up(
     boards = [board.id for board in crew.cluster.described]
     check_fit(plan, infos, optimizer, updates, captured.sync_batch_norm, boards)
     check_boards(plan, crew.cluster, infos)
-    return Setup(captured, crew, plan, optimizer, passes, updates), costs
+    return Setup(captured, crew, plan, optimizer, passes, updates, survival, tables), costs
+
+
+def check_survivors(cluster: Cluster, tables: Mapping[int, CostTable]) -> None:
+    """Raise `HetpipeError` if the loss of a member could not be survived: there is only one, or the
+    others have no costs."""
+    if len(cluster.members) == 1:
+        raise HetpipeError(
+            f"survive='auto': {cluster.ids[0]} is the only device, and nothing could continue "
+            "without it: add devices, or leave survive out"
+        )
+    for table in tables.values():
+        if missing := [member for member in cluster.ids if member not in table.devices]:
+            raise HetpipeError(
+                f"survive='auto' needs the costs of all members, and the given costs lack "
+                f"{words(missing)}: leave costs out, or these members"
+            )
+
+
+def without_spares(cluster: Cluster, spares: Sequence[str]) -> Cluster:
+    """Return a cluster without some members. Raises `HetpipeError` for unknown ones."""
+    for spare in spares:
+        if spare not in cluster.ids:
+            raise HetpipeError(f"spares: no member {spare!r}; {choices(spare, cluster.ids)}")
+    return without(cluster, spares)
 
 
 def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:

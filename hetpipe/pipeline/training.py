@@ -70,6 +70,7 @@ class Training:
             updates.loss_scale, setup.captured.precision.compute, not plan.rule.flushes
         )
         self._clip = watch_gradients(updates.clip, self.scaling, not plan.rule.flushes)
+        self._progress = progress
         self.stages = Stages(setup, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.ran: Ran | None = None

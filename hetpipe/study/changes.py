@@ -9,6 +9,7 @@ from typing import Any
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
+from hetpipe.cluster.parts import without
 from hetpipe.cluster.units import parse_link
 from hetpipe.cost.board import board as find_board
 from hetpipe.errors import ClusterError, HetpipeError
@@ -129,10 +130,7 @@ def changed(cluster: Cluster, change: str) -> Cluster:
 
 def _without(cluster: Cluster, gone: str) -> Cluster:
     """Return the cluster without a member and its links."""
-    gone = cluster.member(gone).id
-    members = tuple(member for member in cluster.members if member.id != gone)
-    links = {pair: link for pair, link in cluster.links.items() if gone not in pair}
-    return replace(cluster, members=members, links=links)
+    return without(cluster, [cluster.member(gone).id])
 
 
 def _with(cluster: Cluster, board: str, server: str) -> Cluster:

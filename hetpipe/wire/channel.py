@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,8 @@ ALIGN = 64
 KEPT_NBYTES = 64 * 1024**2
 """The largest message in a file that the channel keeps; a larger one gets a file for itself."""
 KEPT_FILES = 4
+WAIT_S = 0.001
+"""Seconds between two looks whether the other end has read a message."""
 
 # Bytes of the body, number of parts (pickle and buffers), where the body is.
 _HEAD = struct.Struct("<QIB")
@@ -81,6 +84,13 @@ class Channel:
         finally:
             if place != INLINE:
                 os.close(all_fds[-1])
+
+    def send_beside(self, message: Any) -> None:
+        """Send a message once the other end has read most of the earlier large ones, so that other
+        messages never wait for many of them. Raises `OSError`."""
+        while not self._files.has_free:
+            time.sleep(WAIT_S)
+        self.send(message)
 
     def receive(self) -> tuple[Any, list[int]]:
         """Return the next message and its descriptors. Raises `EOFError` at the stream's end."""
@@ -150,6 +160,13 @@ class _KeptFiles:
                 self._files.append(found := _KeptFile(nbytes))
             found.memory[0] = TAKEN
             return found
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a message finds a free file."""
+        with self._taking:
+            few = len(self._files) < KEPT_FILES
+            return few or any(file.memory[0] == FREE for file in self._files)
 
 
 def _copied(fd: int, nbytes: int) -> memoryview:

@@ -44,7 +44,8 @@ class Leave:
 
 @dataclass(frozen=True)
 class Failed:
-    """From an agent: a crew has failed on its host."""
+    """From an agent: a crew has failed on its host, because it has lost these of its workers."""
 
     text: str
     trace: str
+    lost: Sequence[int] = ()

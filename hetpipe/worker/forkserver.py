@@ -165,7 +165,7 @@ def serve(fd: int) -> None:
                 sys.stderr.flush()
                 os._exit(1)
 
-    service = Service(order, answers.put)
+    service = Service(order, answers.put, send_beside=channel.send_beside)
 
     def beat() -> None:
         while True:

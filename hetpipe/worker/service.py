@@ -20,6 +20,7 @@ from hetpipe.sdk.host.references import load_reference
 from hetpipe.sdk.host.registry import configure_backend, open_device
 from hetpipe.sdk.host.validation import join_group
 from hetpipe.wire import messages as say
+from hetpipe.wire.copy_messages import Copy
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.ends import EdgeEnd, Edges
 from hetpipe.wire.handover import HandoverPort
@@ -28,6 +29,7 @@ from hetpipe.wire.wire import Array
 from hetpipe.worker.beside import Beside
 from hetpipe.worker.bind import Key
 from hetpipe.worker.blame import failing_method, summary, trace_of
+from hetpipe.worker.copying import copy_stages
 from hetpipe.worker.divided import find_refusals
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
@@ -46,9 +48,13 @@ class Service:
         order: say.Open,
         answer: Callable[[Any], None],
         opener: Callable[[str], Device] = open_device,
+        send_beside: Callable[[Any], None] | None = None,
     ) -> None:
+        """`answer` gets messages to the controller, in order; `send_beside` gets pieces of copies,
+        and may wait."""
         self._order = order
         self._answer = answer
+        self._send_beside = send_beside or answer
         self._opener = opener
         self._emulation = Emulation(order.member.speed)
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
@@ -90,6 +96,11 @@ class Service:
                 message, fds = item
                 if isinstance(message, Edges):
                     self._edge_ends, self._edge_fds = message.ends, fds
+                    continue
+                if isinstance(message, Copy):
+                    self._task = "copy"
+                    copy_stages(message, self._stages, self._send_beside)
+                    self._task = "idle"
                     continue
                 loads = isinstance(message, (say.Load, say.Begin))
                 self._task = "load" if loads else type(message).__name__.lower()

@@ -1,0 +1,267 @@
+"""Survival: takes snapshots of a training, and continues it without devices that are lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, TypeVar
+
+from hetpipe.checkpoint.checkpoint import Checkpoint
+from hetpipe.checkpoint.tensors import Tensors
+from hetpipe.cluster.parts import without
+from hetpipe.crew.copies import Copies, Kept
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.workers import share_operators
+from hetpipe.errors import HetpipeError, PlanError, WorkerError
+from hetpipe.pipeline.fit import check_fit
+from hetpipe.pipeline.journal import Recorded
+from hetpipe.pipeline.present import joined
+from hetpipe.pipeline.resume import ROLES
+from hetpipe.pipeline.survivors import plan_for
+from hetpipe.plan.survival import best_updates
+from hetpipe.words import words
+
+if TYPE_CHECKING:
+    from hetpipe.cost.table import CostTable
+    from hetpipe.pipeline.lossscale import ScaleState
+    from hetpipe.pipeline.training import Training
+    from hetpipe.plan.plan import Plan
+    from hetpipe.wire.messages import Array
+
+T = TypeVar("T")
+MTBF_S = 3600.0
+"""Assumed mean seconds between two losses."""
+SHARE = 0.01
+"""The most time of snapshots, as a share of the training."""
+REPLAY_S = 2.0
+"""Seconds of mini-batches that are trained again after a loss, if snapshots are cheap enough."""
+LEAST_S = 1e-4
+RECENT = 8
+"""The number of latest results that tell how long a step takes."""
+TRIES = 3
+"""A training ends at this number of errors in workers at the same mini-batch."""
+log = logging.getLogger("hetpipe")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A loss that a training has survived."""
+
+    members: tuple[str, ...]
+    why: str
+    step: int
+    """The number of mini-batches that had been handed in."""
+    plan: Plan
+    """The plan afterwards."""
+    took_s: float
+    """Seconds until all recorded mini-batches were trained again."""
+    replayed: int
+    """The mini-batches that were trained again."""
+
+    def __str__(self) -> str:
+        again = "1 mini-batch" if self.replayed == 1 else f"{self.replayed} mini-batches"
+        return (
+            f"step {self.step}: lost {words(self.members)} ({self.why}); continued on "
+            f"{words(self.plan.all_devices)} after {self.took_s:.1f} s, with {again} trained again"
+        )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The state of a training at a snapshot, apart from the values on the devices."""
+
+    position: int
+    """In the journal."""
+    steps: int
+    updates: tuple[int, ...]
+    plan: Plan
+    scale: ScaleState
+    not_finite: str | None
+    unread: Mapping[str, Mapping[str, Array]]
+
+
+def begin_survival(training: Training, renewed: Callable[[CostTable], None]) -> Survival | None:
+    """Return the survival of a training that records its mini-batches, after a first snapshot; None
+    for other trainings."""
+    if not isinstance(training, Recorded):
+        return None
+    survival = Survival(training, renewed)
+    survival.begin()
+    return survival
+
+
+class Survival:
+    """Keeps a training alive. `renewed` is called with the costs of each new plan, before mini-
+    batches are trained again.
+    """
+
+    def __init__(self, training: Recorded, renewed: Callable[[CostTable], None]) -> None:
+        self._training, self._options = training, training.setup.survival
+        self._renewed = renewed
+        self.on_resumed: Callable[[], None] = lambda: None
+        """Called once the recorded mini-batches are trained again."""
+        self._copies = Copies()
+        self._cluster = training.setup.crew.cluster
+        self._begun = 0  # the position of the last snapshot
+        self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
+        self.lost: list[Lost] = []
+        training.begin_journal()
+
+    def begin(self) -> None:
+        """Take the first snapshot, and wait for it. No mini-batch may be under way."""
+        training = self._training
+        training.begin_journal()
+        self.snapshot()
+        self._copies.wait(training.setup.crew.check)
+
+    @property
+    def due(self) -> bool:
+        """Whether a snapshot should be taken before the next mini-batch."""
+        training, latest = self._training, self._latest
+        if training.accumulated:
+            return False
+        self._moment(latest)
+        return training.mini_batches_since(self._begun) >= self._every(latest)
+
+    def snapshot(self) -> None:
+        """Begin a snapshot of a training at rest, once the snapshot before it is complete."""
+        training = self._training
+        self._copies.wait(training.setup.crew.check)
+        self._snapshot_again(training.position)
+        training.record_snapshot()
+
+    def _snapshot_again(self, position: int) -> None:
+        """Begin a snapshot at a position of the journal."""
+        training = self._training
+        moment = Moment(
+            position, training.steps, tuple(training.updates), training.plan,
+            training.scaling.state(), training.not_finite, training.stages.unread,
+        )  # fmt: skip
+        training.setup.crew.copy(self._copies, moment)
+        self._begun = position
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which is repeated after a loss that the training survives.
+
+        Raises the `WorkerError` of any other loss.
+        """
+        while True:
+            try:
+                return work()
+            except WorkerError as error:
+                self._recover(error)
+
+    def _every(self, latest: Kept) -> int:
+        """Return the number of mini-batches from one snapshot to the next.
+
+        It is the best number by Daly's formula. But a snapshot takes at most `SHARE` of the time,
+        and a replay otherwise at most `REPLAY_S`.
+        """
+        if self._options.snapshot_every is not None:
+            return self._options.snapshot_every
+        steps_s = [result.took_s for result in [*self._training.results.history][-RECENT:]]
+        step_s = max(median(steps_s), LEAST_S) if steps_s else 1.0
+        copy_s = max(latest.took_s, LEAST_S)
+        best = min(best_updates(step_s, copy_s, MTBF_S), math.ceil(REPLAY_S / step_s))
+        return max(best, math.ceil(copy_s / (SHARE * step_s)))
+
+    @property
+    def _latest(self) -> Kept:
+        latest = self._copies.latest
+        assert latest is not None
+        return latest
+
+    def _recover(self, error: WorkerError) -> None:
+        """Continue on the devices that are left. Raises an error if that is not possible."""
+        training, begin_s = self._training, time.monotonic()
+        step, why, names = training.steps, str(error), list[str]()
+        while True:
+            names += self._remove_lost(error)
+            try:
+                self._renew()
+                replayed = training.replay(self._snapshot_again)
+                self.on_resumed()
+                break
+            except WorkerError as again:
+                error = again
+        took_s = time.monotonic() - begin_s
+        event = Lost(tuple(names), why, step, training.plan, took_s, replayed)
+        self.lost.append(event)
+        log.warning("%s", event)
+
+    def _remove_lost(self, error: WorkerError) -> list[str]:
+        """End the crew, and remove its lost members from the cluster. Return their names.
+
+        Raises an error if none is known, or if none is left.
+        """
+        training = self._training
+        crew, position = training.setup.crew, training.position
+        lost = crew.lost
+        crew.close()
+        if not lost:
+            raise error
+        if crew.raised:
+            self._raised = self._raised + 1 if self._raised_at == position else 1
+            self._raised_at = position
+            if self._raised == TRIES:
+                raise WorkerError(
+                    f"{error}; this was the {TRIES}th error at the same mini-batch, so no device "
+                    "is to blame"
+                ) from error
+        if len(lost) == len(crew.cluster.members):
+            raise WorkerError(f"{error}; no device is left to continue") from error
+        self._cluster = without(crew.cluster, lost)
+        return lost
+
+    def _renew(self) -> None:
+        """Start workers on the members that are left, and load the snapshot on them."""
+        training, kept = self._training, self._latest
+        moment = self._moment(kept)
+        self._copies.abandon()
+        crew = Crew.start(self._cluster, wait=False)
+        setup = replace(training.setup, crew=crew)
+        training.setup = setup  # if a member is lost now, it is one of this crew
+        captured, infos = setup.captured, crew.infos
+        share_operators(captured, crew)
+        try:
+            plan, costs = plan_for(captured, crew.cluster, training.plan, setup.tables)
+            boards = [board.id for board in crew.cluster.described]
+            sync = captured.sync_batch_norm
+            check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
+        except HetpipeError as error:
+            crew.close()
+            left = words(crew.cluster.ids)
+            raise PlanError(
+                f"the devices that are left ({left}) cannot train the model: {error}"
+            ) from error
+        if moment.scale is not None:
+            training.scaling.restore(moment.scale)
+        training.not_finite = moment.not_finite
+        values = Checkpoint({}, self._values(kept, moment))
+        updates = moment.updates
+        if len(updates) != len(plan.stages) or len(set(updates)) > 1:
+            updates = (max(updates),) * len(plan.stages)
+        training.renew(replace(setup, plan=plan), values, moment.steps, updates)
+        self._renewed(costs)
+
+    def _moment(self, kept: Kept) -> Moment:
+        """Return the moment of a snapshot, and forget what came before it."""
+        moment = kept.mark
+        assert isinstance(moment, Moment)
+        self._training.forget(moment.position)
+        return moment
+
+    def _values(self, kept: Kept, moment: Moment) -> dict[str, Tensors]:
+        """Return the values of a snapshot by role, with the model's names."""
+        named: dict[str, dict[str, Array]] = {role: {} for role in ROLES}
+        for (role, name), value in kept.values.items():
+            named[role][name] = value
+        parts = self._training.setup.captured.parts
+        return {
+            role: joined(Tensors.of({**moment.unread.get(role, {}), **own}), parts)
+            for role, own in named.items()
+        }

@@ -1,0 +1,87 @@
+"""Plans again for the devices that are left after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetpipe.errors import PlanError
+from hetpipe.pipeline.earlier import GAIN
+from hetpipe.pipeline.options import PlanOptions
+from hetpipe.pipeline.planning import Planning
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners.auto import plan as plan_on
+from hetpipe.plan.priced import Priced
+from hetpipe.plan.proposal import PlannerOptions, nearest_table
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cost.table import CostTable
+
+
+def plan_for(
+    captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
+) -> tuple[Plan, CostTable]:
+    """Return the fastest plan on a cluster that trains as the plan `before` did, and its costs.
+
+    It has the same mini-batch, micro-batches and weight policy. It has the same schedule or, if no
+    such plan fits, another one that flushes as well. Nothing is measured. Raises `PlanError`.
+    """
+    spared = _with_spares(cluster, before, tables)
+    if before.rule.replicates or not before.rule.averages:
+        planning = Planning(
+            captured.name, captured.layer_names, cluster, before.mini_batch,
+            lambda sizes: {size: tables[size] for size in sizes if size in tables},
+        )  # fmt: skip
+        plan, table = planning.choose(
+            PlanOptions(
+                microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
+            )
+        )
+        assert table is not None
+    else:
+        plan, table = _searched(captured, cluster, before, tables)
+    if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
+        plan, table = spared, nearest_table(tables, spared)  # most programs are compiled already
+    return replace(plan, splits=before.splits, notes=before.notes), table
+
+
+def _searched(
+    captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
+) -> tuple[Plan, CostTable]:
+    # Batch norms see how replicas divide a micro-batch, so replicas would change the training.
+    replicas = before.rule.flushes and not captured.updated_buffers
+    options = PlannerOptions(
+        before.mini_batch, (before.microbatches,), (before.schedule,), before.weights,
+        replicas=replicas or max(before.replicas) > 1,
+    )  # fmt: skip
+    try:
+        plan = plan_on(tables, cluster, options)
+    except PlanError:
+        if not before.rule.flushes:
+            raise
+        plan = plan_on(tables, cluster, replace(options, schedules=()))
+    return plan, nearest_table(tables, plan)
+
+
+def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:
+    """Return the plan `before` with unused members of a cluster in the places of lost members.
+
+    None if there are too few, or if they cannot run the layers.
+    """
+    lost = [member for member in dict.fromkeys(before.all_devices) if member not in cluster.ids]
+    free = [member for member in cluster.ids if member not in before.all_devices]
+    if len(free) < len(lost):
+        return None
+    names = dict(zip(lost, free, strict=False))
+    stages = [
+        replace(stage, devices=tuple(names.get(device, device) for device in stage.devices))
+        for stage in before.stages
+    ]
+    options = PlannerOptions(before.mini_batch, weights=before.weights)
+    try:
+        return Priced(tables, options).plan_again(replace(before, stages=tuple(stages)))
+    except PlanError:
+        return None

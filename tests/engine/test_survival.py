@@ -1,0 +1,144 @@
+"""A training goes on without a device that it loses, with the results of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from captures import shared
+from crews import Crews
+from pipelines import pipeline
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.cost.table import LayerCost
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.pipeline.planning import free_table
+
+SAMPLES = 12
+DEVICE = "numpy:cpu:0"
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[Crews]:
+    started = Crews()
+    yield started
+    started.close()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.ReLU(),
+        nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SAMPLES, 6, generator=draw), torch.randint(0, 4, (SAMPLES,), generator=draw))
+        for _ in range(count)
+    ]
+
+
+def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+    """Open a pipeline whose costs say that layers take long and messages no time."""
+    members: Any = options.pop("members", "012")
+    model, loss, example = make_model(), nn.functional.cross_entropy, batches(1)[0]
+    graph = shared(model, loss, example).layer_graph(SAMPLES // 4)
+    costs = free_table("case", graph, crew.cluster.ids, "modelled")
+    layers = (LayerCost(1.0, 1.0, 0.0),) * len(graph)
+    rows = {id: replace(row, layers=layers) for id, row in costs.devices.items()}
+    return pipeline(
+        crew, model, loss, example, members,
+        **{
+            "costs": replace(costs, devices=rows),
+            "optimizer": hp.optim.adamw(lr=1e-2), "microbatches": 4, "survive": "auto",
+            "snapshot_every": 3, **options,
+        },
+    )  # fmt: skip
+
+
+def pid_of(crew: Crew, member: str) -> int:
+    (pid,) = crew.call([member], "engine_backends:pid")
+    return int(pid)
+
+
+def kill(crew: Crew, member: str) -> None:
+    os.kill(pid_of(crew, member), signal.SIGKILL)
+
+
+def trained(
+    crew: Crew, at: int = -1, **options: Any
+) -> tuple[list[hp.Result], dict[str, torch.Tensor], tuple[hp.Lost, ...]]:
+    """Train some mini-batches, and kill a worker after the result number `at`."""
+    results, victim = [], pid_of(crew, "m1")
+    with opened(crew, **options) as pipe:
+        for result in pipe.run(batches(10)):
+            results.append(result)
+            if result.index == at:
+                os.kill(victim, signal.SIGKILL)
+        return results, pipe.state_dict(), pipe.lost
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_training_has_the_results_of_an_undisturbed_one(crews: Crews, schedule: str) -> None:
+    devices = (DEVICE,) * 3
+    whole = trained(crews(devices, "shared-memory"), schedule=schedule)
+    broken = trained(crews(devices, "shared-memory"), at=4, schedule=schedule)
+    assert [r.index for r in broken[0]] == [*range(10)]
+    losses = [[r.loss for r in results] for results in (whole[0], broken[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, value in whole[1].items():
+        assert torch.allclose(broken[1][name], value, atol=1e-6), name
+    (lost,) = broken[2]
+    assert lost.members == ("m1",)
+    assert "SIGKILL" in lost.why
+    assert "m1" not in lost.plan.all_devices
+    assert not whole[2]
+
+
+def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
+    devices = (DEVICE,) * 4
+    whole = trained(crews(devices, "shared-memory"), schedule="pipedream", spares=["m3"])
+    broken = trained(crews(devices, "shared-memory"), 4, schedule="pipedream", spares=["m3"])
+    assert [r.loss for r in broken[0]] == [r.loss for r in whole[0]]
+    for name, value in whole[1].items():
+        assert torch.equal(broken[1][name], value), name
+    assert broken[2][0].plan.all_devices == ("m0", "m3", "m2")
+
+
+def test_a_loss_of_all_devices_ends_a_training(crews: Crews) -> None:
+    crew = crews((DEVICE,) * 2, "shared-memory")
+    with opened(crew, members="01") as pipe:
+        pipe.step(*batches(1)[0])
+        kill(crew, "m0")
+        pipe.step(*batches(1)[0])
+        assert pipe.plan.all_devices == ("m1",)
+        kill(pipe._crew, "m1")
+        with pytest.raises(WorkerError, match="no device is left"):
+            pipe.step(*batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"survive": "yes"}, "survive='yes' is not known"),
+        ({"survive": "off", "spares": ["m1"]}, "spares is given without survive='auto'"),
+        ({"survive": "off", "snapshot_every": None, "spares": "m1"}, "give a list"),
+        ({"spares": ["m7"]}, "no member 'm7'"),
+        ({"snapshot_every": 0}, "snapshot_every=0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    crews: Crews, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HetpipeError, match=words):
+        opened(crews((DEVICE,) * 3, "shared-memory"), **options)
