@@ -70,6 +70,7 @@ class Series:
     def __init__(self, directory: str | Path, keep: int) -> None:
         self.directory, self._keep = user_path(directory, CheckpointError), keep
         self._held = ExitStack()
+        self._newest: Checkpoint | None = None
 
     def hold(self) -> Checkpoint | None:
         """Make the folder, keep other trainings away from it, and return the newest valid
@@ -89,9 +90,9 @@ class Series:
                     f"no checkpoint can be saved in {where}: {error.strerror or error}; give "
                     "another folder"
                 ) from error
-            found = load(where) if checkpoints(where) else None
+            self._newest = load(where) if checkpoints(where) else None
             self._held = held.pop_all()
-        return found
+        return self._newest
 
     def release(self) -> None:
         """Let other trainings save into the folder."""
@@ -100,13 +101,16 @@ class Series:
     def save(self, tensors: Mapping[str, Mapping[str, Array]], manifest: Mapping[str, Any]) -> Path:
         """Write a checkpoint, read it again, remove all but the newest, and return its folder.
 
+        A tensor that has not changed since the newest checkpoint is not written.
+
         Checkpoints of later steps are of a training that was given up; they are removed as well.
         Raises `CheckpointError`; then nothing was removed.
         """
         step = manifest["step"]
         folder = self.directory / f"step-{step:08}"
-        save(folder, tensors, manifest)
-        read(folder)
+        earlier, self._newest = self._newest, None
+        save(folder, tensors, manifest, earlier)
+        self._newest = read(folder)
         try:
             durable.sync(self.directory)
             kept = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,13 @@ class Tensors(Mapping[str, Array]):
         """Return these tensors, and the tensors of `others` whose names they lack."""
         outlines = {**others.outlines, **self.outlines}
         return Tensors(outlines, lambda ns: ((self if n in self else others)[n] for n in ns))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Tensors]) -> Tensors:
+        """Return the tensors of all parts."""
+        owners = {name: part for part in parts for name in part}
+        outlines = {name: part.outlines[name] for name, part in owners.items()}
+        return cls(outlines, lambda names: (owners[name][name] for name in names))
 
     def only(self, names: Collection[str]) -> Tensors:
         """Return the tensors among `names`."""

@@ -324,7 +324,7 @@ def _problems(run: Run, event: Event) -> list[str]:
 
 
 def _problems_of_checkpoint(run: Run) -> list[str]:
-    from hetpipe.checkpoint.checkpoint import load
+    from hetpipe.checkpoint.series import load
 
     checkpoint = run.folder / "disk" / "checkpoint"
     try:

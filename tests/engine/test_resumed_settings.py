@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import hetpipe as hp
 from hetpipe.checkpoint.checkpoint import Checkpoint
-from hetpipe.checkpoint.checkpoint import load as load_checkpoint
+from hetpipe.checkpoint.series import load as load_checkpoint
 from hetpipe.cli.app import app
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError

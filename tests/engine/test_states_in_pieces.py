@@ -15,7 +15,7 @@ from pipelines import pipeline
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.checkpoint.checkpoint import load
+from hetpipe.checkpoint.series import load
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.places import PIECE_NBYTES
 

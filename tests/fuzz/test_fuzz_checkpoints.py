@@ -16,7 +16,8 @@ from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
 
 from hetpipe import checkpoint
-from hetpipe.checkpoint.manifest import TensorFile, file_name, open_tensors
+from hetpipe.checkpoint.manifest import FormatError, TensorFile, file_name
+from hetpipe.checkpoint.stored import open_tensors
 from hetpipe.errors import CheckpointError
 from hetpipe.pipeline.resume import progress_of
 
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def attempt(folder: Path, content: bytes) -> str:
     (folder / "manifest.json").write_bytes(content)
-    read = result_of(lambda: checkpoint.load(folder), (CheckpointError,))
+    read = result_of(lambda: checkpoint.load(folder), (CheckpointError, FormatError))
     if isinstance(read, str):
         assert read.startswith((str(folder), "the manifest is nested too deeply")), read
         return REFUSED
@@ -79,7 +80,7 @@ def test_damaged_tensors(folder: Path) -> None:
 
     def check(content: bytes) -> str:
         path.write_bytes(content)
-        read = result_of(lambda: checkpoint.load(folder), (CheckpointError,))
+        read = result_of(lambda: checkpoint.load(folder), (CheckpointError, FormatError))
         assert isinstance(read, str) == (content != raw)
         assert content == raw or str(path) in read
         return REFUSED

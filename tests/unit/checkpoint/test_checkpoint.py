@@ -19,10 +19,13 @@ from safetensors import safe_open
 
 from hetpipe import checkpoint
 from hetpipe.checkpoint import durable
+from hetpipe.checkpoint.checkpoint import INDEX
 from hetpipe.checkpoint.tensors import Outline, Tensors
 from hetpipe.errors import CheckpointError
 
 ROLES = ("param", "buffer", "state")
+FILES = len(ROLES) + 2
+"""The number of files in a folder: the manifest and the index as well."""
 
 
 def arrays(step):
@@ -54,12 +57,13 @@ def assert_holds(directory, step):
     found = checkpoint.load(directory)
     assert found.manifest == {"step": step, "lr": step / 8}
     assert_same(found.tensors, arrays(step))
-    assert len(os.listdir(directory)) == len(ROLES) + 1
+    assert len(os.listdir(directory)) == FILES
 
 
 def files(directory):
     """Return each file's path by its role, and the manifest's by its name."""
-    return {path.name.split("-")[0]: path for path in directory.iterdir()}
+    paths = directory.iterdir()
+    return {path.name.split("-")[0]: path for path in paths if path.name != INDEX}
 
 
 @pytest.fixture
@@ -111,6 +115,28 @@ def test_only_given_roles_have_files(tmp_path):
     assert checkpoint.load(tmp_path).tensors.keys() == {"param"}
 
 
+def test_the_index_names_the_file_of_each_tensor_of_the_model(saved):
+    index = json.loads((saved / INDEX).read_text())
+    paths = files(saved)
+    assert index["weight_map"] == {
+        "a.weight": paths["param"].name, "a.bias": paths["param"].name,
+        "norm.count": paths["buffer"].name,
+    }  # fmt: skip
+    nbytes = [a.nbytes for role in ("param", "buffer") for a in arrays(7)[role].values()]
+    assert index["metadata"] == {"total_size": sum(nbytes)}
+    for name, file in index["weight_map"].items():
+        with safe_open(saved / file, "np") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": {"w": "model-00001-of-00002.st"}}'])
+def test_the_index_of_another_program_stays(tmp_path, text):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match="is of another program, and a checkpoint would"):
+        save(tmp_path, 7)
+    assert (tmp_path / INDEX).read_text() == text
+
+
 def test_a_folder_may_be_a_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     checkpoint.save("~/run", {"param": {"w": np.ones(2)}}, {"step": 3})
@@ -132,17 +158,13 @@ def test_files_are_plain_safetensors_with_aligned_elements(tmp_path):
 
 def test_the_manifest_describes_the_files(saved):
     document = json.loads((saved / "manifest.json").read_text())
-    assert (document["version"], document["step"], document["values"]) == (1, 7, {"lr": 7 / 8})
+    assert (document["version"], document["step"], document["values"]) == (2, 7, {"lr": 7 / 8})
     for role, tensors in arrays(7).items():
         path = files(saved)[role]
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         assert path.name == f"{role}-00000007-{sha256[:16]}.safetensors"
-        assert document["files"][role] == {
-            "name": path.name,
-            "nbytes": path.stat().st_size,
-            "sha256": sha256,
-            "tensors": len(tensors),
-        }
+        entry = {"name": path.name, "nbytes": path.stat().st_size, "sha256": sha256}
+        assert document["files"][role] == [{**entry, "tensors": len(tensors)}]
 
 
 def test_saving_again_removes_the_old_files_and_no_others(saved):
@@ -176,7 +198,7 @@ def test_a_step_can_be_saved_twice(saved):
     other = {**arrays(7), "buffer": {"norm.count": np.array(70)}}
     checkpoint.save(saved, other, {"step": 7})
     assert_same(checkpoint.load(saved).tensors, other)
-    assert len(os.listdir(saved)) == 4
+    assert len(os.listdir(saved)) == FILES
 
 
 def test_saving_again_heals_a_damaged_file(saved):
@@ -276,10 +298,10 @@ def test_an_unchanged_rewrite_is_accepted(saved):
     assert_holds(saved, 7)
 
 
-@pytest.mark.parametrize("version", [None, 0, 2, "1"])
+@pytest.mark.parametrize("version", [None, 0, 3, "1", True])
 def test_another_version_is_refused(saved, version):
     rewrite(saved, lambda document: document.update(version=version, hetpipe="9.9", more=1))
-    assert_refused(saved, saved, "this hetpipe reads 1; load it with hetpipe 9.9")
+    assert_refused(saved, saved, "this hetpipe reads 1 and 2; load it with hetpipe 9.9")
 
 
 def with_role(role, entry):
@@ -290,18 +312,18 @@ def with_role(role, entry):
     ("change", "match"),
     [
         (lambda d: d.update(colour=1), "unknown key 'colour'; known: hetpipe, step, values"),
-        (lambda d: d["files"]["param"].update(colour=1), r"files\.param has an unknown key"),
+        (lambda d: d["files"]["param"][0].update(colour=1), r"files\.param\.0 has an unknown key"),
         (lambda d: d.pop("values"), "lacks the key 'values'"),
-        (lambda d: d["files"]["state"].pop("sha256"), r"files\.state lacks the key 'sha256'"),
+        (lambda d: d["files"]["state"][0].pop("sha256"), r"files\.state\.0 lacks the key 'sha256'"),
         (lambda d: d.update(step="7"), "step is '7', it should be a whole number"),
         (lambda d: d.update(files=[]), r"files is \[\], it should be an object"),
-        (lambda d: d["files"].update(param=3), r"files\.param is 3, it should be an object"),
+        (lambda d: d["files"].update(param=3), r"files\.param is 3, it should be a list"),
         (
-            lambda d: d["files"].update(grad=with_role("grad", d["files"]["param"])),
+            lambda d: d["files"].update(grad=[with_role("grad", d["files"]["param"][0])]),
             r"files\.grad is no role; the roles are param",
         ),
-        (lambda d: d["files"]["param"].update(name="../x"), "'../x', not 'param-00000007-"),
-        (lambda d: d["files"]["param"].update(tensors=3), "has 2 tensors, not 3"),
+        (lambda d: d["files"]["param"][0].update(name="../x"), "'../x', not 'param-00000007-"),
+        (lambda d: d["files"]["param"][0].update(tensors=3), "has 2 tensors, not 3"),
     ],
 )
 def test_a_foreign_manifest_is_refused(saved, change, match):
@@ -318,7 +340,7 @@ def test_a_foreign_file_is_refused(saved, raw):
     name = f"param-00000007-{sha256[:16]}.safetensors"
     (saved / name).write_bytes(raw)
     entry = {"name": name, "nbytes": len(raw), "sha256": sha256, "tensors": 1}
-    rewrite(saved, lambda document: document["files"].update(param=entry))
+    rewrite(saved, lambda document: document["files"].update(param=[entry]))
     assert_refused(saved, saved / name, "is no safetensors file")
 
 
@@ -369,7 +391,7 @@ def test_a_manifest_too_deep_for_the_stack(saved):
             checkpoint.save(saved, arrays(8), {"step": 8, "deep": deep})
         except CheckpointError as error:
             messages.add(str(error))
-            assert len(os.listdir(saved)) == 4
+            assert len(os.listdir(saved)) == FILES
             deep = deep[0]
         else:
             break
@@ -442,7 +464,7 @@ def test_a_failed_save_on_a_full_disk_leaves_nothing(saved):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint.load(saved).manifest["step"] == 7
-    assert left == [4, 4]  # no file of the failed saves
+    assert left == [FILES, FILES]  # no file of the failed saves
     save(saved, 9)
     assert_holds(saved, 9)
 
@@ -543,7 +565,7 @@ def test_concurrent_saves_into_one_folder_destroy_nothing(tmp_path):
     assert any(code != 12 for code in codes), "nobody has saved"
     last = checkpoint.load(tmp_path)
     assert last.manifest["step"] >= 1000
-    assert len(os.listdir(tmp_path)) == len(ROLES) + 1
+    assert len(os.listdir(tmp_path)) == FILES
 
 
 def test_a_save_is_refused_during_another_save(saved):
@@ -676,9 +698,11 @@ def test_files_are_synced_before_the_manifest_names_them(saved, monkeypatch):
     roles = [[f"sync .{role}.partial", f"rename .{role}.partial {role}"] for role in ROLES]
     assert seen == [
         *(event for role in roles for event in role),
+        "sync .index.partial",
         f"sync {saved.name}",
         "sync .manifest.partial",
         "rename .manifest.partial manifest.json",
+        f"rename .index.partial {INDEX}",
         f"sync {saved.name}",
         *["remove"] * 3,
     ]
