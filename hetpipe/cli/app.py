@@ -17,6 +17,7 @@ from hetpipe.cli import (
     coverage,
     devices,
     doctor,
+    failures,
     kernels,
     matmul,
     new_backend,
@@ -41,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
+    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, failures, coverage,
     reproduce, train, report, bench, matmul, zoo, new_backend, conform, agent, secret,
 )  # fmt: skip
 for module in COMMANDS:

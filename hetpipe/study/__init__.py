@@ -1,8 +1,8 @@
 """Studies: plans and predictions for clusters whose devices are attached, or only described.
 
 The functions have the names of the commands: `plan`, `simulate`, `compare`, `whatif`, `capacity`,
-`coverage`. They need devices only to measure, except that `coverage` opens the device it judges.
-`explain` tells where the time of a plan goes.
+`failures`, `coverage`. They need devices only to measure, except that `coverage` opens the device
+it judges. `explain` tells where the time of a plan goes.
 """
 
 from typing import TYPE_CHECKING
@@ -21,5 +21,6 @@ if TYPE_CHECKING:
     from hetpipe.study.models import of_model as of_model
     from hetpipe.study.subject import Subject as Subject
     from hetpipe.study.subject import plan as plan
+    from hetpipe.study.survivors import failures as failures
 else:
     __getattr__, __dir__ = lazy(__name__)

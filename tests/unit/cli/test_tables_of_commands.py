@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from hetpipe.cli.app import app
 
 DATA = Path(__file__).parents[2] / "data"
-STUDY = (
+PROFILE = (
     "--profile", str(DATA / "importers" / "metis.json"), "--samples", "8", "--cut-nbytes", "4096",
-    "--cluster", "pipedream-a",
 )  # fmt: skip
+STUDY = (*PROFILE, "--cluster", "pipedream-a")
+FAILURES = (*PROFILE, "--boards", "v100-pcie-16=2", "--hours", "1", "--repeats", "2")
 WIDTH = 80
 
 
@@ -39,6 +40,7 @@ def printed(arguments: Sequence[str], env: dict[str, str | None]) -> str:
         ("compare", *STUDY, "--planners", "even,exact"),
         ("whatif", *STUDY, "--planner", "exact"),
         ("capacity", *STUDY),
+        ("failures", *FAILURES),
     ],
     ids=lambda arguments: arguments[0],
 )

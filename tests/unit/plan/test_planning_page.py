@@ -27,8 +27,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_the_commands(lab: Path) -> None:
     lines = re.findall(r"^    hetpipe (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
-    assert len(lines) == 8
-    for line in (line for line in lines if not line.startswith("reproduce")):
+    assert len(lines) == 10
+    needs_data = "reproduce", "failures --profile"
+    for line in (line for line in lines if not line.startswith(needs_data)):
         arguments = shlex.split(line)
         if arguments[0] == "compare":
             arguments += ["--planners", "exact,bapipe,even"]  # all planners take half a minute
