@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from hetpipe.errors import HetpipeError, WorkerError
-from hetpipe.wire.copy_messages import Copied
+from hetpipe.wire.copy_messages import Copied, Stored
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
 logger = logging.getLogger("hetpipe")
@@ -98,7 +98,7 @@ class Control:
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = list(labels)
         self.on_failure: Callable[[], None] = lambda: None
-        self.on_copied: Callable[[Copied], None] = lambda piece: None
+        self.on_copied: Callable[[Copied | Stored], None] = lambda piece: None
         self.lost: frozenset[int] = frozenset()
         """The workers whose loss is the failure; none if the failure has another cause."""
         self.raised = False
@@ -132,7 +132,7 @@ class Control:
             text = f"{self.labels[worker]} failed{where}: {message.summary}"
             self.fail(text, message.trace, [worker])
             return
-        if isinstance(message, Copied):
+        if isinstance(message, (Copied, Stored)):
             self.on_copied(message)
             return
         with self._changed:

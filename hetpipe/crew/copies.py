@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from hetpipe.wire.copy_messages import Copied
-from hetpipe.wire.messages import Array
-from hetpipe.worker.bind import Key
+import numpy as np
+
+from hetpipe.capture.program import Slot
+from hetpipe.wire.channel import aligned
+from hetpipe.wire.copy_messages import Copied, Key, Stored
+from hetpipe.wire.wire import Array, host_dtype
 
 TICK_S = 0.1
 """Seconds between two looks whether a worker is lost, while a copy is awaited."""
@@ -17,7 +22,7 @@ TICK_S = 0.1
 
 @dataclass(frozen=True)
 class Kept:
-    """A complete copy. `took_s` are the seconds from the request to the last piece."""
+    """A complete copy. `took_s` are the seconds from the request to the last value."""
 
     values: Mapping[Key, Array]
     mark: object
@@ -29,53 +34,99 @@ class Kept:
         return sum(value.nbytes for value in self.values.values())
 
 
+@dataclass(frozen=True)
+class Memory:
+    """A memory that was lent to a worker."""
+
+    number: int
+    content: mmap.mmap
+
+
+class Memories:
+    """The memories that were lent to the workers of one loading, at most two for each."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._loading = 0
+        self._of: dict[int, list[Memory]] = {}  # by worker, the one to use next first
+
+    def next(
+        self, worker: int, loading: int, lend: Callable[[int], mmap.mmap | None]
+    ) -> Memory | None:
+        """Return the memory for a worker's next copy, which the copy before it does not use.
+
+        `lend` lends a memory with a number; it returns None if the worker has to send pieces.
+        """
+        if loading != self._loading:
+            self._loading, self._of = loading, {}
+        own = self._of.setdefault(worker, [])
+        if len(own) < 2:
+            number = next(self._numbers)
+            if (content := lend(number)) is None:
+                return None
+            own.insert(0, Memory(number, content))
+        own.append(memory := own.pop(0))
+        return memory
+
+
 class Copies:
-    """The latest complete copy, and a copy that arrives in pieces.
+    """The latest complete copy, and a copy that arrives.
 
     An incomplete copy never replaces a complete one, so two copies are in memory at most.
     """
 
     def __init__(self) -> None:
-        # Held while pieces are added or a copy becomes complete; a thread waits for the latter.
+        # Held while values are added or a copy becomes complete; a thread waits for the latter.
         self._changed = threading.Condition()
         self._number = 0
         self._missing: set[Key] = set()
+        self._places: dict[Key, Array] = {}  # of values that come in lent memory
         self._arriving: dict[Key, Array] = {}
         self._mark: object = None
         self._begin_s = 0.0
+        self.memories = Memories()
         self.latest: Kept | None = None
 
-    def begin(self, keys: Collection[Key], mark: object) -> int:
-        """Begin a copy of these values, and forget an incomplete one. Return its number."""
+    def begin(self, keys: Collection[Key], places: Mapping[Key, Array], mark: object) -> int:
+        """Begin a copy of these values, and forget an incomplete one. Return its number.
+
+        `places` has the values that come in lent memory.
+        """
         with self._changed:
             self._number += 1
             self._missing, self._arriving, self._mark = set(keys), {}, mark
+            self._places = dict(places)
             self._begin_s = time.monotonic()
             if not keys:
                 self._complete()
             return self._number
 
-    def arrived(self, piece: Copied) -> None:
-        """Add a piece, unless its copy is forgotten."""
+    def arrived(self, news: Copied | Stored) -> None:
+        """Add values, unless their copy is forgotten."""
         with self._changed:
-            if piece.number != self._number:
+            if news.number != self._number:
                 return
-            self._arriving.update(piece.values)
-            self._missing -= piece.values.keys()
+            if isinstance(news, Stored):
+                self._arriving.update({key: self._places[key] for key in news.keys})
+                self._missing.difference_update(news.keys)
+            else:
+                self._arriving.update(news.values)
+                self._missing -= news.values.keys()
             if not self._missing:
                 self._complete()
 
     def _complete(self) -> None:
         took_s = time.monotonic() - self._begin_s
         self.latest = Kept(self._arriving, self._mark, took_s)
-        self._number, self._arriving = self._number + 1, {}
+        self._number, self._arriving, self._places = self._number + 1, {}, {}
         self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Forget an incomplete copy, whose workers are lost."""
+        """Forget an incomplete copy and the lent memories, whose workers are lost."""
         with self._changed:
             self._number += 1
-            self._missing, self._arriving = set(), {}
+            self._missing, self._arriving, self._places = set(), {}, {}
+            self.memories = Memories()
 
     @property
     def under_way(self) -> bool:
@@ -88,3 +139,26 @@ class Copies:
             while self._missing:
                 self._changed.wait(TICK_S)
                 check()
+
+
+def laid_out(slots: Mapping[Key, Slot]) -> tuple[dict[Key, int], int]:
+    """Return a place in memory for each value, in bytes, and the size of the memory."""
+    places: dict[Key, int] = {}
+    nbytes = 0
+    for key, slot in slots.items():
+        places[key] = nbytes
+        nbytes = aligned(nbytes + slot.nbytes)
+    return places, nbytes
+
+
+def arrays_in(
+    memory: Memory, places: Mapping[Key, int], slots: Mapping[Key, Slot]
+) -> dict[Key, Array]:
+    """Return the values of a memory as arrays."""
+    content = np.frombuffer(memory.content, np.uint8)
+    arrays = {}
+    for key, place in places.items():
+        slot = slots[key]
+        raw = content[place : place + slot.nbytes]
+        arrays[key] = raw.view(host_dtype(slot.dtype)).reshape(slot.shape)
+    return arrays

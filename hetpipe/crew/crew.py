@@ -62,7 +62,6 @@ class Crew(Loaded):
         self._scripts = Scripts()
         self._posted: deque[Posted] = deque()  # requests under way
         self._answers: Answers  # for the latest request
-        self.load_count = 0  # by this count a pipeline knows whether its stages are still loaded
         self._serial = 0
         self._origin_s = 0.0  # time 0 of timelines: the start of the step or stream
         self._patience = Patience()

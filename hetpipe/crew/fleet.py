@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
+import os
 import signal
 import socket
 import threading
@@ -21,11 +23,13 @@ from hetpipe.crew.forkserver import FORK_S, WorkerProcess, start_worker
 from hetpipe.crew.plugboard import Plugboard
 from hetpipe.crew.vigil import Vigil
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
+from hetpipe.memory import anonymous_file
 from hetpipe.process import LOOK_S
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.registry import open_device
 from hetpipe.wire.channel import Channel
+from hetpipe.wire.copy_messages import Lend
 from hetpipe.wire.ends import Route, WireEnd
 from hetpipe.wire.messages import Open, Stop
 from hetpipe.worker.blame import summary
@@ -53,6 +57,11 @@ class Fleet(ABC):
     @abstractmethod
     def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
         """Give a worker its ends of wires, for the next `Load`. Raises `WorkerError` as `send`."""
+
+    def lend(self, worker: int, number: int, nbytes: int) -> mmap.mmap | None:
+        """Lend a worker memory for copies; None if it has to send pieces. Raises `WorkerError` as
+        `send`, and `HetpipeError` if the system has no room."""
+        return None
 
     def route(self, source: int, target: int) -> Route | None:
         """Return how a new wire between two workers is connected; None inside a host."""
@@ -172,6 +181,15 @@ class ProcessFleet(Fleet):
 
     def send(self, worker: int, message: Any) -> None:
         self._send(worker, message)
+
+    def lend(self, worker: int, number: int, nbytes: int) -> mmap.mmap | None:
+        descriptor = anonymous_file(nbytes)
+        try:
+            memory = mmap.mmap(descriptor, nbytes)
+            self._send(worker, Lend(number), [descriptor])
+        finally:
+            os.close(descriptor)
+        return memory
 
     def _send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
         self.control.check()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Slot
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.assembly import Assembly
-from hetpipe.crew.copies import Copies
+from hetpipe.crew.copies import Copies, arrays_in, laid_out
 from hetpipe.crew.launcher import Launched
 from hetpipe.crew.stage_members import StageMembers
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 from hetpipe.wire import messages as say
-from hetpipe.wire.copy_messages import Copy
+from hetpipe.wire.copy_messages import Copy, Key
 from hetpipe.wire.messages import Array
-from hetpipe.worker.bind import Key
 
 
 class Loaded(Workers):
@@ -27,6 +27,7 @@ class Loaded(Workers):
     def __init__(self, cluster: Cluster, launched: Launched, start_timeout_s: float) -> None:
         self._assembly: Assembly | None = None
         self._placement = StageMembers((), False)
+        self.load_count = 0  # by this count a pipeline knows whether its stages are still loaded
         super().__init__(cluster, launched, start_timeout_s)
 
     def read(
@@ -52,20 +53,49 @@ class Loaded(Workers):
     def copy(self, copies: Copies, mark: object) -> None:
         """Begin to copy all parameters, buffers and states to this process.
 
-        They arrive while later steps run. `mark` belongs to the copy.
+        They may arrive while later steps run. `mark` belongs to the copy.
         """
-        places, own = self._loaded().places, self._own_host
-        values: dict[int, list[Key]] = {}
-        for role in (PARAM, BUFFER, STATE):
-            for name, stage in places.owners(role).items():
-                values.setdefault(stage, []).append((role, name))
+        stages = self._copied()
+        slots = {key: slot for own in stages.values() for key, slot in own.items()}
+        by_worker: dict[int, dict[int, dict[Key, Slot]]] = {}
+        for stage, own in stages.items():
+            worker = self._index[self._nearest(self._placement.members[stage])]
+            by_worker.setdefault(worker, {})[stage] = own
+        orders, arrays = [], dict[Key, Array]()
         with self._conversation():
             self._control.on_copied = copies.arrived
-            number = copies.begin([key for keys in values.values() for key in keys], mark)
-            for stage, keys in values.items():
-                members = self._placement.members[stage]
-                near = next((member for member in members if member in own), members[0])
-                self._fleet.send(self._index[near], Copy(number, {stage: keys}))
+            for worker, owned in by_worker.items():
+                places, nbytes = laid_out({k: s for own in owned.values() for k, s in own.items()})
+                lend = partial(self._fleet.lend, worker, nbytes=nbytes)
+                memory = copies.memories.next(worker, self.load_count, lend)
+                if memory is not None:
+                    arrays |= arrays_in(memory, places, slots)
+                of_stages = {n: {key: places[key] for key in own} for n, own in owned.items()}
+                orders.append((worker, of_stages, nbytes, memory))
+            number = copies.begin(slots, arrays, mark)
+            for worker, of_stages, nbytes, memory in orders:
+                lent = None if memory is None else memory.number
+                self._fleet.send(worker, Copy(number, of_stages, nbytes, lent))
+
+    @property
+    def copied_nbytes(self) -> int:
+        """The bytes of all values that `copy` copies."""
+        return sum(slot.nbytes for own in self._copied().values() for slot in own.values())
+
+    def _copied(self) -> dict[int, dict[Key, Slot]]:
+        """Return the values that `copy` copies, by the stage that owns them."""
+        places = self._loaded().places
+        stages: dict[int, dict[Key, Slot]] = {}
+        for role in (PARAM, BUFFER, STATE):
+            for name, stage in places.owners(role).items():
+                stages.setdefault(stage, {})[role, name] = places.slots[stage][role, name]
+        return stages
+
+    def _nearest(self, members: Sequence[str]) -> str:
+        """Return a member on this process's host, if there is one."""
+        hosts = self.cluster.connections
+        own = {m.id for m in self.cluster.members if hosts is None or m.host == hosts.own.name}
+        return next((member for member in members if member in own), members[0])
 
     def slots(self, role: str) -> dict[str, Slot]:
         """Return the slots whose values `read` returns, by name."""
@@ -89,12 +119,6 @@ class Loaded(Workers):
             self._tell(stage, say.Swap(stage, pairs))
         for stage, values in places.borrows(self.read(PARAM, [*places.tied])):
             self._tell(stage, say.Write(stage, PARAM, values))
-
-    @property
-    def _own_host(self) -> set[str]:
-        """The members on this process's host."""
-        hosts = self.cluster.connections
-        return {m.id for m in self.cluster.members if hosts is None or m.host == hosts.own.name}
 
     def _tell(self, stage: int, message: say.Write | say.Swap) -> None:
         """Send a message to the replicas of a stage, one after another."""

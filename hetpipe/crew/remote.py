@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -166,6 +167,9 @@ class HostsFleet(Fleet):
 
     def send(self, worker: int, message: Any) -> None:
         self._parts[self._places[worker]].send(self._numbers[worker], message)
+
+    def lend(self, worker: int, number: int, nbytes: int) -> mmap.mmap | None:
+        return self._parts[self._places[worker]].lend(self._numbers[worker], number, nbytes)
 
     def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
         self._parts[self._places[worker]].connect(self._numbers[worker], ends)

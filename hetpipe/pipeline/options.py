@@ -286,7 +286,7 @@ class SurvivalOptions:
     """Options for the loss of devices."""
 
     survive: str = OFF
-    """`auto`: a training goes on without the devices that it loses. `off`: a loss ends it."""
+    """`auto`: a training continues without lost devices. `off`: a loss ends it."""
     spares: Sequence[str] = ()
     """Members that have no layers until another member is lost."""
     snapshot_every: int | None = None
@@ -313,7 +313,7 @@ class SurvivalOptions:
 
     @property
     def survives(self) -> bool:
-        """Whether a training goes on without a lost device."""
+        """Whether a training continues without a lost device."""
         return self.survive == AUTO
 
 

@@ -176,7 +176,7 @@ class Survival:
         return latest
 
     def _recover(self, error: WorkerError) -> None:
-        """Continue on the devices that are left. Raises an error if that is not possible."""
+        """Continue on the remaining devices. Raises an error if that is not possible."""
         training, begin_s = self._training, time.monotonic()
         step, why, names = training.steps, str(error), list[str]()
         while True:
@@ -218,7 +218,7 @@ class Survival:
         return lost
 
     def _renew(self) -> None:
-        """Start workers on the members that are left, and load the snapshot on them."""
+        """Start workers on the remaining members, and load the snapshot on them."""
         training, kept = self._training, self._latest
         moment = self._moment(kept)
         self._copies.abandon()

@@ -1,4 +1,4 @@
-"""Plans again for the devices that are left after a loss."""
+"""Plans again for the remaining devices after a loss."""
 
 from __future__ import annotations
 

@@ -1,26 +1,68 @@
-"""Copies a worker's values to the host, and sends them while the worker goes on."""
+"""Copies a worker's values to the host: into memory that the controller has lent, or into pieces
+that are sent while the worker continues."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hetpipe.wire.copy_messages import Copied, Copy
-from hetpipe.wire.messages import Array
-from hetpipe.worker.bind import Key
+import numpy as np
+
+from hetpipe.wire.copy_messages import Copied, Copy, Key, Lend, Stored
+from hetpipe.wire.wire import Array
 from hetpipe.worker.stage import Stage
 
 PIECE_NBYTES = 4 << 20
 """The most bytes of a message, unless a single value has more."""
 
 
-def copy_stages(asked: Copy, stages: Mapping[int, Stage], send: Callable[[Any], None]) -> None:
-    """Copy the values that a message asks for, now, and let a thread `send` them in pieces."""
-    values = {key: stages[n].get(key) for n, keys in asked.values.items() for key in keys}
-    pieces = [Copied(asked.number, piece) for piece in _pieces(values)]
-    args = pieces, send
-    threading.Thread(target=_send, args=args, name="copies", daemon=True).start()
+class Copying:
+    """The memories in which a worker copies its values."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, mmap.mmap] = {}
+        self._own = np.empty(0, np.uint8)  # kept, since new memory costs more than a copy
+
+    def take(self, message: Lend, descriptor: int) -> None:
+        """Use a lent memory for later copies."""
+        self._lent[message.memory] = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+
+    def forget(self) -> None:
+        """Use no memory any longer."""
+        self._lent.clear()
+        self._own = np.empty(0, np.uint8)
+
+    def copy(
+        self,
+        asked: Copy,
+        stages: Mapping[int, Stage],
+        answer: Callable[[Any], None],
+        send_beside: Callable[[Any], None],
+    ) -> None:
+        """Copy the values that a message asks for, now. If the memory is not lent, let a thread
+        send them in pieces."""
+        memory = self._memory(asked)
+        values: dict[Key, Array] = {}
+        for n, places in asked.places.items():
+            for key, place in places.items():
+                values[key] = stages[n].store.read_into(key, memory[place:])
+        if asked.memory is not None:
+            answer(Stored(asked.number, [*values]))
+            return
+        pieces = [Copied(asked.number, piece) for piece in _pieces(values)]
+        args = pieces, send_beside
+        threading.Thread(target=_send, args=args, name="copies", daemon=True).start()
+
+    def _memory(self, asked: Copy) -> Array:
+        if asked.memory is not None:
+            return np.frombuffer(self._lent[asked.memory], np.uint8)
+        if len(self._own) < asked.nbytes:
+            self._own = np.empty(asked.nbytes, np.uint8)
+        return self._own
 
 
 def _send(pieces: list[Copied], send: Callable[[Any], None]) -> None:

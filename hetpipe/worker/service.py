@@ -20,7 +20,7 @@ from hetpipe.sdk.host.references import load_reference
 from hetpipe.sdk.host.registry import configure_backend, open_device
 from hetpipe.sdk.host.validation import join_group
 from hetpipe.wire import messages as say
-from hetpipe.wire.copy_messages import Copy
+from hetpipe.wire.copy_messages import Copy, Lend
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.ends import EdgeEnd, Edges
 from hetpipe.wire.handover import HandoverPort
@@ -29,7 +29,7 @@ from hetpipe.wire.wire import Array
 from hetpipe.worker.beside import Beside
 from hetpipe.worker.bind import Key
 from hetpipe.worker.blame import failing_method, summary, trace_of
-from hetpipe.worker.copying import copy_stages
+from hetpipe.worker.copying import Copying
 from hetpipe.worker.divided import find_refusals
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
@@ -69,6 +69,7 @@ class Service:
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # by number; one script per lane
         self._beside = Beside()
+        self._copying = Copying()
         self._failed = threading.Lock()  # the first failure takes this lock forever
         self._stopped = False
 
@@ -97,9 +98,12 @@ class Service:
                 if isinstance(message, Edges):
                     self._edge_ends, self._edge_fds = message.ends, fds
                     continue
+                if isinstance(message, Lend):
+                    self._copying.take(message, *fds)
+                    continue
                 if isinstance(message, Copy):
                     self._task = "copy"
-                    copy_stages(message, self._stages, self._send_beside)
+                    self._copying.copy(message, self._stages, self._answer, self._send_beside)
                     self._task = "idle"
                     continue
                 loads = isinstance(message, (say.Load, say.Begin))
@@ -166,6 +170,7 @@ class Service:
             return
         self._close_edges()
         self._runner = None
+        self._copying.forget()
         self._scripts.clear()
         held = self._drop_stages(message)
         self._device.trim()

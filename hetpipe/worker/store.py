@@ -81,6 +81,14 @@ class Store:
             return _zeros(self._slots[key])
         return self.download(self._slots[key], table[index])
 
+    def read_into(self, key: Key, memory: Array) -> Array:
+        """Copy a value into the first bytes of `memory`, and return it as an array there."""
+        table, index = self._table(key)
+        slot = self._slots[key]
+        array = memory[: slot.nbytes].view(host_dtype(slot.dtype)).reshape(slot.shape)
+        self.device.download(table[index], array).wait()
+        return array
+
     def find_buffers(self, keys: Collection[Key]) -> dict[Key, Buffer]:
         """Return the present buffers of these values, if the stage has them."""
         tables = {key: self._table(key) for key in keys if key in self._places}
