@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from hetpipe.diagnosis.record import Diagnosis as Diagnosis
     from hetpipe.errors import HetpipeError as HetpipeError
     from hetpipe.explain.explanation import Explanation as Explanation
+    from hetpipe.pipeline.changes import Joined as Joined
+    from hetpipe.pipeline.changes import Lost as Lost
     from hetpipe.pipeline.lossscale import LossScale as LossScale
     from hetpipe.pipeline.pipeline import Pipeline as Pipeline
     from hetpipe.pipeline.remote import Remote as Remote
-    from hetpipe.pipeline.survival import Lost as Lost
     from hetpipe.plan.plan import Plan as Plan
     from hetpipe.sdk.backend import Backend as Backend
     from hetpipe.sdk.host.registry import discover_devices as discover_devices

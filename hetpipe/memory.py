@@ -1,13 +1,23 @@
-"""Memory as a file without a name, in no folder: processes share it by its descriptor."""
+"""The memory of this machine, and memory as a file without a name, in no folder: processes share it
+by its descriptor."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hetpipe.errors import HetpipeError
 from hetpipe.words import format_nbytes
 
 _CLOSE_ON_EXEC = 1
+
+
+def available_nbytes() -> int:
+    """Return the memory of this machine that processes can still get, in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def anonymous_file(nbytes: int = 0) -> int:

@@ -245,6 +245,11 @@ class Control:
                     f"{ends if in_pass and limit_s is None else ''}"
                 )
 
+    def has_replies(self, workers: Sequence[int]) -> bool:
+        """Return whether each of these workers has a reply to gather."""
+        with self._changed:
+            return all(self._replies[worker] for worker in workers)
+
     def await_failure(self, worker: int, limit_s: float) -> None:
         """Wait until the watcher reports why a worker is gone, and raise that."""
         self.gather([worker], patience_s=limit_s)

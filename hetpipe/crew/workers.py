@@ -68,6 +68,12 @@ class Workers:
         return workers
 
     @property
+    def are_open(self) -> bool:
+        """Whether all devices are open; never waits. Raises the error of a start that failed."""
+        self._control.check()
+        return self._opened is not None or self._control.has_replies([*self._index.values()])
+
+    @property
     def infos(self) -> dict[str, DeviceInfo]:
         """The open devices, by member."""
         self._await_devices()

@@ -248,9 +248,14 @@ class Delivery:
         if self._rebalancer.due:
             self.settle()
             self._rebalancer.follow()
-        if self._survival is not None and self._survival.due:
+        if (survival := self._survival) is None:
+            return
+        if survival.gains:
             self.settle()
-            self._survival.snapshot()
+            survival.join()
+        if survival.due:
+            self.settle()
+            survival.snapshot()
 
     def _save_if_due(self) -> None:
         if self._autosave.is_due(self._training):

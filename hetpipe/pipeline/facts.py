@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
     from hetpipe.crew.crew import Crew
     from hetpipe.explain.explanation import Explanation
+    from hetpipe.pipeline.changes import Joined, Lost
     from hetpipe.pipeline.rebalance import Rebalancer
-    from hetpipe.pipeline.survival import Lost, Survival
+    from hetpipe.pipeline.survival import Survival
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.rounds import Effort
@@ -52,6 +53,16 @@ class Facts:
     def lost(self) -> tuple[Lost, ...]:
         """The losses of devices that this pipeline has survived."""
         return () if self._survival is None else tuple(self._survival.lost)
+
+    @property
+    def joined(self) -> tuple[Joined, ...]:
+        """The members that have come back to this pipeline, and when."""
+        return () if self._survival is None else tuple(self._survival.joined)
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """The bytes of this process's memory that snapshots take; 0 without `survive`."""
+        return 0 if self._survival is None else self._survival.nbytes
 
     @property
     def loss_scale(self) -> float:

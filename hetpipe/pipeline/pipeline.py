@@ -41,7 +41,7 @@ from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving
 from hetpipe.pipeline.setup import resolve, set_up
 from hetpipe.pipeline.starting import Starting
-from hetpipe.pipeline.survival import begin_survival
+from hetpipe.pipeline.survival import begin_survival, end_survival
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction
 
@@ -145,10 +145,9 @@ class Pipeline(Saving):
             self._training = make_training(setup, mini_batch, resume, start.show)
             self._measurements = Measurements(self._training, costs)
             self._rebalancer = Rebalancer(self._training, costs, fixed, bool(planned.rebalance))
-            self._guard.checks.append(self._captured.watch.check)
+            self._guard.checks += [self._captured.watch.check, *self._autosave.checks]
             self._guard.checks += [refuse_training] if not trains else []
             self._guard.checks += [refuse_losses] if loss_fn is None else []
-            self._guard.checks += self._autosave.checks
             self._survival = begin_survival(self._training, self._renew)
             self._delivery = Delivery(
                 self._training, self._guard, self._rebalancer, self._autosave, self._survival
@@ -283,6 +282,7 @@ class Pipeline(Saving):
         being written. Raises `CheckpointError` if it fails. Does nothing in a forked process."""
         if not self._guard.owns:
             return
+        end_survival(self._survival)
         if not self._is_lent:
             self._crew.close()
         self._autosave.close()

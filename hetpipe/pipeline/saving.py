@@ -17,6 +17,7 @@ from hetpipe.pipeline.resume import progress_of, write
 if TYPE_CHECKING:
     import torch
 
+    from hetpipe.checkpoint.checkpoint import Checkpoint
     from hetpipe.pipeline.autosave import Autosave
     from hetpipe.pipeline.delivery import Delivery
     from hetpipe.pipeline.guard import Guard
@@ -83,6 +84,11 @@ class Saving(Facts):
                 lambda: write(path, training, setup.optimizer, setup.settings, notes or {}, force),
             )
 
+    def _restore(self, saved: Checkpoint) -> None:
+        self._training.restore(saved)
+        if self._survival is not None:
+            self._survival.begin()
+
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, with the present plan; return the notes of `save`.
 
@@ -95,7 +101,5 @@ class Saving(Facts):
         with self._guard("restore"):
             if not self._training.stages.fault:
                 self._delivery.call("restore", self._delivery.settle_anyway)
-            self._delivery.call("restore", lambda: self._training.restore(saved))
-            if self._survival is not None:
-                self._survival.begin()
+            self._delivery.call("restore", lambda: self._restore(saved))
         return progress_of(saved).notes

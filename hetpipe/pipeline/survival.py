@@ -12,20 +12,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.checkpoint.tensors import Tensors
-from hetpipe.cluster.parts import without
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
+from hetpipe.memory import available_nbytes
+from hetpipe.pipeline.absent import Absent
+from hetpipe.pipeline.changes import Joined, Lost
+from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.present import joined
 from hetpipe.pipeline.resume import ROLES
 from hetpipe.pipeline.survivors import plan_for
 from hetpipe.plan.survival import best_updates
-from hetpipe.words import words
+from hetpipe.words import format_nbytes, words
 
 if TYPE_CHECKING:
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.pipeline.lossscale import ScaleState
     from hetpipe.pipeline.training import Training
@@ -42,32 +46,11 @@ REPLAY_S = 2.0
 LEAST_S = 1e-4
 RECENT = 8
 """The number of latest results that tell how long a step takes."""
+HORIZON = 1000
+"""Members join if that saves more seconds in this many steps than it takes."""
 TRIES = 3
 """A training ends at this number of errors in workers at the same mini-batch."""
 log = logging.getLogger("hetpipe")
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A loss that a training has survived."""
-
-    members: tuple[str, ...]
-    why: str
-    step: int
-    """The number of mini-batches that had been handed in."""
-    plan: Plan
-    """The plan afterwards."""
-    took_s: float
-    """Seconds until all recorded mini-batches were trained again."""
-    replayed: int
-    """The mini-batches that were trained again."""
-
-    def __str__(self) -> str:
-        again = "1 mini-batch" if self.replayed == 1 else f"{self.replayed} mini-batches"
-        return (
-            f"step {self.step}: lost {words(self.members)} ({self.why}); continued on "
-            f"{words(self.plan.all_devices)} after {self.took_s:.1f} s, with {again} trained again"
-        )
 
 
 @dataclass(frozen=True)
@@ -94,6 +77,12 @@ def begin_survival(training: Training, renewed: Callable[[CostTable], None]) -> 
     return survival
 
 
+def end_survival(survival: Survival | None) -> None:
+    """End what runs beside a training's crew."""
+    if survival is not None:
+        survival.absent.close()
+
+
 class Survival:
     """Keeps a training alive. `renewed` is called with the costs of each new plan, before mini-
     batches are trained again.
@@ -105,18 +94,40 @@ class Survival:
         self.on_resumed: Callable[[], None] = lambda: None
         """Called once the recorded mini-batches are trained again."""
         self._copies = Copies()
-        self._cluster = training.setup.crew.cluster
+        self.absent = Absent(training.setup.crew.cluster)
         self._begun = 0  # the position of the last snapshot
         self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
         self.lost: list[Lost] = []
+        self.joined: list[Joined] = []
+        self._budget_nbytes = 0
         training.begin_journal()
 
     def begin(self) -> None:
-        """Take the first snapshot, and wait for it. No mini-batch may be under way."""
-        training = self._training
-        training.begin_journal()
+        """Take a snapshot that no loss before it needs, and wait for it. No mini-batch may be under
+        way. Raises `HetpipeError` if two snapshots do not fit the memory."""
+        self._check_memory()
         self.snapshot()
-        self._copies.wait(training.setup.crew.check)
+        self._copies.wait(self._training.setup.crew.check)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of two snapshots: the latest one, and one that arrives."""
+        return 2 * self._training.setup.crew.copied_nbytes
+
+    def _check_memory(self) -> None:
+        """Raise `HetpipeError` if the budget is too small for snapshots and a mini-batch."""
+        captured, given = self._training.setup.captured, self._options.snapshot_nbytes
+        self._budget_nbytes = available_nbytes() // 2 if given is None else given
+        batch_nbytes = captured.example.nbytes
+        needed = self.nbytes + 2 * batch_nbytes
+        if needed > self._budget_nbytes:
+            source = "half of the free memory is" if given is None else "snapshot_nbytes is"
+            raise HetpipeError(
+                f"survive='auto' keeps two snapshots ({format_nbytes(self.nbytes)}) and at least "
+                f"two mini-batches (of {format_nbytes(batch_nbytes)}) in this process's memory: "
+                f"{source} {self._budget_nbytes} bytes, and {needed - self._budget_nbytes} bytes "
+                f"are missing; give snapshot_nbytes={needed} if there is room, or leave survive out"
+            )
 
     @property
     def due(self) -> bool:
@@ -125,7 +136,40 @@ class Survival:
         if training.accumulated:
             return False
         self._moment(latest)
-        return training.mini_batches_since(self._begun) >= self._every(latest)
+        since = training.mini_batches_since(self._begun)
+        is_full = since > 0 and self.nbytes + training.journal_nbytes > self._budget_nbytes
+        return is_full or since >= self._every(latest)
+
+    @property
+    def gains(self) -> bool:
+        """Whether members that are back should join before the next mini-batch."""
+        training, setup = self._training, self._training.setup
+        if training.accumulated or not self.absent.look():
+            return False
+        cluster = self.absent.cluster(setup.crew.cluster)
+        try:
+            best, _ = plan_for(setup.captured, cluster, training.plan, setup.tables)
+        except PlanError:
+            return False
+        before_s = training.plan.step_s
+        saved_s = before_s - best.step_s
+        took_s = self.lost[-1].took_s if self.lost else 0.0
+        return saved_s > GAIN * before_s and HORIZON * saved_s > took_s
+
+    def join(self) -> None:
+        """Continue with the members that are back. The training must be at rest."""
+        training, begin_s = self._training, time.monotonic()
+        crew, members = training.setup.crew, tuple(self.absent.back)
+        self.snapshot()
+        self._copies.wait(crew.check)
+        cluster = self.absent.cluster(crew.cluster)
+        crew.close()
+        self.absent.join()
+        self._renew(cluster)
+        took_s = time.monotonic() - begin_s
+        event = Joined(members, training.steps, training.plan, took_s)
+        self.joined.append(event)
+        log.warning("%s", event)
 
     def snapshot(self) -> None:
         """Begin a snapshot of a training at rest, once the snapshot before it is complete."""
@@ -180,9 +224,10 @@ class Survival:
         training, begin_s = self._training, time.monotonic()
         step, why, names = training.steps, str(error), list[str]()
         while True:
-            names += self._remove_lost(error)
+            lost, cluster = self._remove_lost(error)
+            names += lost
             try:
-                self._renew()
+                self._renew(cluster)
                 replayed = training.replay(self._snapshot_again)
                 self.on_resumed()
                 break
@@ -193,10 +238,10 @@ class Survival:
         self.lost.append(event)
         log.warning("%s", event)
 
-    def _remove_lost(self, error: WorkerError) -> list[str]:
-        """End the crew, and remove its lost members from the cluster. Return their names.
+    def _remove_lost(self, error: WorkerError) -> tuple[list[str], Cluster]:
+        """End the crew. Return its lost members, and the cluster of the others.
 
-        Raises an error if none is known, or if none is left.
+        Raises an error if no lost member is known, or if no other is there.
         """
         training = self._training
         crew, position = training.setup.crew, training.position
@@ -212,17 +257,19 @@ class Survival:
                     f"{error}; this was the {TRIES}th error at the same mini-batch, so no device "
                     "is to blame"
                 ) from error
-        if len(lost) == len(crew.cluster.members):
+        self.absent.lose(lost)
+        if len(lost) == len(crew.cluster.members) and not self.absent.back:
             raise WorkerError(f"{error}; no device is left to continue") from error
-        self._cluster = without(crew.cluster, lost)
-        return lost
+        cluster = self.absent.cluster(crew.cluster, lost)
+        self.absent.join()
+        return lost, cluster
 
-    def _renew(self) -> None:
-        """Start workers on the remaining members, and load the snapshot on them."""
+    def _renew(self, cluster: Cluster) -> None:
+        """Start workers on a cluster, and load the latest snapshot on them."""
         training, kept = self._training, self._latest
         moment = self._moment(kept)
         self._copies.abandon()
-        crew = Crew.start(self._cluster, wait=False)
+        crew = Crew.start(cluster, wait=False)
         setup = replace(training.setup, crew=crew)
         training.setup = setup  # if a member is lost now, it is one of this crew
         captured, infos = setup.captured, crew.infos

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from captures import shared
-from crews import Crews
+from crews import Crews, eventually
 from pipelines import pipeline
 from torch import nn
 
@@ -113,6 +114,37 @@ def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
     for name, value in whole[1].items():
         assert torch.equal(broken[1][name], value), name
     assert broken[2][0].plan.all_devices == ("m0", "m3", "m2")
+
+
+def test_a_member_that_comes_back_joins(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetpipe.pipeline.absent.FIRST_S", 0.0)
+    devices = (DEVICE,) * 3
+    whole = trained(crews(devices, "shared-memory"))
+    crew = crews(devices, "shared-memory")
+    victim, many = pid_of(crew, "m1"), itertools.cycle(batches(10))
+    with opened(crew) as pipe:
+        losses = [pipe.step(*next(many)) for _ in range(4)]
+        os.kill(victim, signal.SIGKILL)
+        losses += [pipe.step(*next(many)) for _ in range(6)]
+        state = pipe.state_dict()
+        assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(pipe.joined))
+        assert pipe.joined[0].members == ("m1",)
+        assert sorted(pipe.plan.all_devices) == ["m0", "m1", "m2"]
+    assert losses == pytest.approx([result.loss for result in whole[0]], rel=1e-6)
+    for name, value in whole[1].items():
+        assert torch.allclose(state[name], value, atol=1e-6), name
+
+
+def test_a_budget_that_snapshots_exceed_is_refused(crews: Crews) -> None:
+    crew = crews((DEVICE,) * 3, "shared-memory")
+    with pytest.raises(HetpipeError, match=r"1000 bytes, and \d+ bytes are missing"):
+        opened(crew, snapshot_nbytes=1000)
+    with opened(crew) as pipe:
+        values = pipe.state_dict().values()
+        assert (
+            pipe.snapshot_nbytes
+            > 2 * 3 * sum(v.nbytes for v in values if v.dtype.is_floating_point) * 0.9
+        )
 
 
 def test_a_loss_of_all_devices_ends_a_training(crews: Crews) -> None:

@@ -59,6 +59,11 @@ class Example:
         """The tensors of y that are padded with `IGNORED` without the user's word."""
         return () if self.padding is None else self.padding.assumed
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the example's tensors, padded to the largest length."""
+        return sum(leaf.nbytes for leaf in self._leaves.values())
+
     def size_of(self, leaves: Mapping[str, Array]) -> int:
         """Return the size of a batch; see `Size`."""
         samples = int(next(iter(leaves.values())).shape[0])

@@ -1,0 +1,95 @@
+"""The members that a training has lost, and whether they are back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.parts import without
+from hetpipe.crew.workers import Workers
+from hetpipe.errors import HetpipeError
+
+FIRST_S = 10.0
+"""Seconds after a loss until hetpipe looks whether the member is back. Each further look, and each
+further loss of the member, doubles them."""
+LONGEST_S = 600.0
+
+
+class Absent:
+    """Looks now and then whether lost members are back, and never waits for them.
+
+    A member is back if a worker starts and opens its device.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        """`cluster` has all members."""
+        self._cluster = cluster
+        self._waits_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}  # of the lost members
+        self._back: set[str] = set()
+        self._trial: tuple[str, Workers] | None = None
+
+    @property
+    def back(self) -> Collection[str]:
+        """The lost members that can be used again."""
+        return self._back
+
+    def cluster(self, present: Cluster, lost: Collection[str] = ()) -> Cluster:
+        """Return the cluster of the present members without lost ones, and of the members that are
+        back, in the first order. Raises `ClusterError` if there is none."""
+        here = {member.id: member for member in present.members if member.id not in lost}
+        gone = [id for id in self._cluster.ids if id not in here and id not in self._back]
+        cluster = without(self._cluster, gone)
+        members = tuple(here.get(member.id, member) for member in cluster.members)
+        return replace(cluster, members=members)
+
+    def lose(self, members: Iterable[str]) -> None:
+        """Note a loss."""
+        for member in members:
+            self._back.discard(member)
+            self._waits_s[member] = min(2 * self._waits_s.get(member, FIRST_S / 2), LONGEST_S)
+            self._due_s[member] = time.monotonic() + self._waits_s[member]
+
+    def join(self) -> None:
+        """Note that the members that are back have layers, or may get some, from now on."""
+        self._back.clear()
+
+    def look(self) -> bool:
+        """Continue to look for lost members. Return whether one has come back now."""
+        if self._trial is not None:
+            return self._end_trial(*self._trial)
+        now_s = time.monotonic()
+        due = [member for member, due_s in self._due_s.items() if due_s <= now_s]
+        if due:
+            alone = without(self._cluster, {*self._cluster.ids} - {due[0]})
+            try:
+                self._trial = due[0], Workers.start(alone, wait=False)
+            except HetpipeError:  # the system or the host no longer knows the device
+                self._wait(due[0])
+        return False
+
+    def close(self) -> None:
+        """End the worker of a look that is under way."""
+        if self._trial is not None:
+            self._trial[1].close()
+            self._trial = None
+
+    def _end_trial(self, member: str, workers: Workers) -> bool:
+        try:
+            if not workers.are_open:
+                return False
+        except HetpipeError:
+            self._wait(member)
+        else:
+            del self._due_s[member]
+            self._back.add(member)
+        with suppress(HetpipeError):
+            self.close()
+        return member in self._back
+
+    def _wait(self, member: str) -> None:
+        self._waits_s[member] = min(2 * self._waits_s[member], LONGEST_S)
+        self._due_s[member] = time.monotonic() + self._waits_s[member]
