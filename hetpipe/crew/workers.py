@@ -51,7 +51,7 @@ class Workers:
         cluster: Cluster,
         *,
         heartbeat_s: float = 1.0,
-        silence_s: float = 8.0,
+        silence_s: float = 4.0,
         start_timeout_s: float = 120.0,
         wait: bool = True,
     ) -> Self:

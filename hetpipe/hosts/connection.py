@@ -195,8 +195,8 @@ class Connection:
     def _beat(self) -> None:
         """Send signs of life, and end the connection if none comes.
 
-        Waits are counted, so time in which this process is stopped, or the machine sleeps, does not
-        count.
+        A wait counts with twice its length at most, since this process may be stopped meanwhile, or
+        the machine may sleep.
         """
         silent_s = stuck_s = 0.0
         while not (self._closing or self._reason):
@@ -204,10 +204,13 @@ class Connection:
             self._signal(PING, begin_s, 0.0)
             wait_s = BEAT_S if self._clocks.known else BEAT_S / 10
             time.sleep(wait_s)
-            stuck_s = 0.0 if self._heard else stuck_s + wait_s
+            took_s = time.monotonic() - begin_s
+            counted_s = min(took_s, 2 * wait_s)
+            stuck_s = 0.0 if self._heard else stuck_s + counted_s
             self._heard = False
-            alive = has_answered(self._stream.socket, time.monotonic() - begin_s)
-            silent_s = 0.0 if alive else silent_s + wait_s
+            silent_s += counted_s
+            if has_answered(self._stream.socket, took_s):
+                silent_s = 0.0
             if silent_s >= self._silence_s:
                 why = lost_way(self._stream.socket)
                 self._end(why or f"it has given no sign of life for {self._silence_s:g} s")

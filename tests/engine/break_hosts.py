@@ -4,7 +4,8 @@
 
 The hosts h0 (controller) and h1 (agent) are network namespaces, so this needs root. A training must
 end in time, name the lost host, leave no process, and leave a whole checkpoint or none. An intruder
-must be refused in time, and the training must go on, as it must if the agent's disks are full.
+must be refused in time, and the training must go on, as it must if the agent's disks are full, if
+other processes load the machine, and if all processes are stopped for a while and continue.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ LATEST_S = 60.0
 """Seconds after which a training that has not ended is killed."""
 CONTINUED_S = 40.0
 """Seconds in which a process ends that was stopped while it imported torch, and continues."""
+LOAD_S, SUSPENDED_S = 60.0, 20.0
+"""Seconds of a load beside the training, and of a pause of all processes."""
 STEPS_S = 2.0
 """Seconds that the training takes for one turn of steps, evaluations and saves, and more."""
 SMALL_NBYTES = 4 << 20
@@ -188,6 +191,26 @@ def _fill_disks_of_agent(run: Run) -> None:
         subprocess.run([*inside, "sh", "-c", fill, str(folder)], check=True)
 
 
+def _load_machine(run: Run) -> None:
+    """Let other processes compute on all cores."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    eventually(lambda: _has_ended(run), LOAD_S)
+    for other in others:
+        other.kill()
+        other.wait()
+
+
+def _suspend(run: Run) -> None:
+    """Stop all processes of both hosts for a while, as in a laptop that sleeps."""
+    processes = [*run.processes(H0), *run.processes(H1)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+        if number == signal.SIGSTOP:
+            time.sleep(SUSPENDED_S)
+
+
 class Event(NamedTuple):
     """Ends a training. `host` is the one whose end counts, `names` what it must name."""
 
@@ -238,6 +261,8 @@ EVENTS: dict[str, Event | Strain | Intruder] = {
     "switch-off": _ends_h0(SILENT_S, _switch_off),
     "full-disk": Event(QUICK_S, H0, _full_after_meeting, "No space left"),
     "full-agent": Strain(_fill_disks_of_agent),
+    "load": Strain(_load_machine),
+    "suspend": Strain(_suspend),
     "wrong-secret": Intruder(_agent(__version__, OTHER_SECRET), "another secret"),
     "other-version": Intruder(_agent("0.0.1", SECRET), "install one version"),
     "too-many": Intruder(_agent(__version__, SECRET), "all 2 hosts have met"),
@@ -368,11 +393,15 @@ def _problems_of_going_on(run: Run) -> list[str]:
     """Return why a training does not go on."""
     seen = {run.phase}
     eventually(lambda: (seen.add(run.phase), {"step", "save"} <= seen)[1], LATEST_S)
-    if any(each.poll() is not None for each in run.training.values()):
+    if _has_ended(run):
         return [f"the training has ended: {run.words(H0)} {run.words(H1)}"]
     if not {"step", "save"} <= seen:
         return [f"the training does not go on: {seen}"]
     return []
+
+
+def _has_ended(run: Run) -> bool:
+    return any(each.poll() is not None for each in run.training.values())
 
 
 def main() -> int:
