@@ -275,6 +275,18 @@ def _backend(member: Member) -> str:
     return member.opened_device.partition(":")[0]
 
 
+def start_servers(cluster: Cluster, infos: Mapping[str, DeviceInfo]) -> None:
+    """Start the fork servers of this host that the workers need once they share no cores.
+
+    They import torch, so that after the loss of a member no worker waits for it.
+    """
+    hosts = cluster.connections
+    if not transport_of(cluster.transport).in_threads:
+        for member in cluster.members:
+            if hosts is None or member.host == hosts.own.name:
+                server_for(settings_of(member, infos[member.id], shares=False))
+
+
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Variables for the thread pools of the libraries that torch and numpy bring."""
 KEEP_MEMORY = {

@@ -1,4 +1,4 @@
-"""Records of the devices that a training has lost, and of those that have joined it."""
+"""Records of devices that leave a training, and of devices that join it."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ from hetpipe.pipeline.fit import (
 from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.resume import progress_of
+from hetpipe.plan.limits import why_unable
 from hetpipe.plan.sharing import measured_media
-from hetpipe.words import choices, words
+from hetpipe.words import choices, format_nbytes, words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -173,11 +174,14 @@ def set_up(
     tables = planning.seen if asked.costs is None else {asked.costs.samples: asked.costs}
     if survival.survives:
         check_survivors(crew.cluster, tables)
+        check_spares(plan, survival.spares, next(iter(tables.values())))
     notes = [] if captured.padding is None else [captured.padding.text]
     if costs is not None and costs.whole_loss:
         notes.append(str(costs.whole_loss[plan.stages[-1].devices[0]]))
     if costs is not None and (media := measured_media(plan, costs)):
         notes.append(f"measured: messages share network cards of hosts: {', '.join(media)}")
+    if survival.survives and (nbytes := snapshots_nbytes(next(iter(tables.values())))):
+        notes.append(f"two snapshots take {format_nbytes(nbytes)} of the memory of this process")
     if crew.cluster.connections is not None:
         notes += notes_of(crew.cluster.connections)
     plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
@@ -188,6 +192,22 @@ def set_up(
     check_fit(plan, infos, optimizer, updates, captured.sync_batch_norm, boards)
     check_boards(plan, crew.cluster, infos)
     return Setup(captured, crew, plan, optimizer, passes, updates, survival, tables), costs
+
+
+def snapshots_nbytes(table: CostTable) -> int:
+    """Return the predicted bytes of two snapshots, without buffers."""
+    return 2 * sum(layer.params_nbytes + layer.state_nbytes for layer in table.layers)
+
+
+def check_spares(plan: Plan, spares: Sequence[str], table: CostTable) -> None:
+    """Raise `HetpipeError` for a spare that can run no stage of the plan."""
+    for spare in spares:
+        whys = [why_unable(table, spare, stage.lo, stage.hi) for stage in plan.stages]
+        if all(whys):
+            raise HetpipeError(
+                f"spares: {spare} could take the place of no member, since it can run no stage: "
+                f"{whys[0]}; choose another spare"
+            )
 
 
 def check_survivors(cluster: Cluster, tables: Mapping[int, CostTable]) -> None:

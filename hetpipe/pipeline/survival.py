@@ -14,6 +14,7 @@ from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.checkpoint.tensors import Tensors
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.launcher import start_servers
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
@@ -23,7 +24,7 @@ from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.present import joined
-from hetpipe.pipeline.resume import ROLES
+from hetpipe.pipeline.resume import ROLES, Progress
 from hetpipe.pipeline.survivors import plan_for
 from hetpipe.plan.survival import best_updates
 from hetpipe.words import format_nbytes, words
@@ -95,6 +96,7 @@ class Survival:
         """Called once the recorded mini-batches are trained again."""
         self._copies = Copies()
         self.absent = Absent(training.setup.crew.cluster)
+        self._first = training.plan
         self._begun = 0  # the position of the last snapshot
         self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
         self.lost: list[Lost] = []
@@ -107,7 +109,9 @@ class Survival:
         way. Raises `HetpipeError` if two snapshots do not fit the memory."""
         self._check_memory()
         self.snapshot()
-        self._copies.wait(self._training.setup.crew.check)
+        crew = self._training.setup.crew
+        self._copies.wait(crew.check)
+        start_servers(crew.cluster, crew.infos)
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +152,7 @@ class Survival:
             return False
         cluster = self.absent.cluster(setup.crew.cluster)
         try:
-            best, _ = plan_for(setup.captured, cluster, training.plan, setup.tables)
+            best, _ = self._plan_for(cluster)
         except PlanError:
             return False
         before_s = training.plan.step_s
@@ -275,7 +279,7 @@ class Survival:
         captured, infos = setup.captured, crew.infos
         share_operators(captured, crew)
         try:
-            plan, costs = plan_for(captured, crew.cluster, training.plan, setup.tables)
+            plan, costs = self._plan_for(crew.cluster)
             boards = [board.id for board in crew.cluster.described]
             sync = captured.sync_batch_norm
             check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
@@ -289,11 +293,14 @@ class Survival:
             training.scaling.restore(moment.scale)
         training.not_finite = moment.not_finite
         values = Checkpoint({}, self._values(kept, moment))
-        updates = moment.updates
-        if len(updates) != len(plan.stages) or len(set(updates)) > 1:
-            updates = (max(updates),) * len(plan.stages)
+        before = Progress(moment.steps, moment.updates, moment.plan, None, {}, {})
+        updates = before.updates_under(plan)
         training.renew(replace(setup, plan=plan), values, moment.steps, updates)
         self._renewed(costs)
+
+    def _plan_for(self, cluster: Cluster) -> tuple[Plan, CostTable]:
+        setup = self._training.setup
+        return plan_for(setup.captured, cluster, self._first, self._training.plan, setup.tables)
 
     def _moment(self, kept: Kept) -> Moment:
         """Return the moment of a snapshot, and forget what came before it."""

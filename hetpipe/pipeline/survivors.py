@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 
 
 def plan_for(
-    captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
+    captured: Captured,
+    cluster: Cluster,
+    before: Plan,
+    present: Plan,
+    tables: Mapping[int, CostTable],
 ) -> tuple[Plan, CostTable]:
     """Return the fastest plan on a cluster that trains as the plan `before` did, and its costs.
 
     It has the same mini-batch, micro-batches and weight policy. It has the same schedule or, if no
-    such plan fits, another one that flushes as well. Nothing is measured. Raises `PlanError`.
+    such plan fits, another one that flushes as well. The `present` plan stays, with unused members
+    in the places of lost ones, unless another plan is clearly faster. Nothing is measured. Raises
+    `PlanError`.
     """
-    spared = _with_spares(cluster, before, tables)
+    spared = _with_spares(cluster, present, tables)
     if before.rule.replicates or not before.rule.averages:
         planning = Planning(
             captured.name, captured.layer_names, cluster, before.mini_batch,

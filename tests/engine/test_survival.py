@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -17,13 +18,14 @@ from pipelines import pipeline
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.cost.table import LayerCost
+from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline.planning import free_table
 
 SAMPLES = 12
 DEVICE = "numpy:cpu:0"
+LOSS = nn.functional.cross_entropy
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +51,25 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def opened(crew: Crew, **options: Any) -> hp.Pipeline:
-    """Open a pipeline whose costs say that layers take long and messages no time."""
-    members: Any = options.pop("members", "012")
-    model, loss, example = make_model(), nn.functional.cross_entropy, batches(1)[0]
-    graph = shared(model, loss, example).layer_graph(SAMPLES // 4)
+def costs_of(crew: Crew, **others: LayerCost) -> CostTable:
+    """Return costs by which layers take a second, or as `others` say by member, and messages no
+    time."""
+    graph = shared(make_model(), LOSS, batches(1)[0]).layer_graph(SAMPLES // 4)
     costs = free_table("case", graph, crew.cluster.ids, "modelled")
-    layers = (LayerCost(1.0, 1.0, 0.0),) * len(graph)
-    rows = {id: replace(row, layers=layers) for id, row in costs.devices.items()}
+    usual = LayerCost(1.0, 1.0, 0.0)
+    rows = {
+        id: replace(row, layers=(others.get(id, usual),) * len(graph))
+        for id, row in costs.devices.items()
+    }
+    return replace(costs, devices=rows)
+
+
+def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+    members: Any = options.pop("members", "012")
     return pipeline(
-        crew, model, loss, example, members,
+        crew, make_model(), LOSS, batches(1)[0], members,
         **{
-            "costs": replace(costs, devices=rows),
+            "costs": costs_of(crew),
             "optimizer": hp.optim.adamw(lr=1e-2), "microbatches": 4, "survive": "auto",
             "snapshot_every": 3, **options,
         },
@@ -140,11 +149,18 @@ def test_a_budget_that_snapshots_exceed_is_refused(crews: Crews) -> None:
     with pytest.raises(HetpipeError, match=r"1000 bytes, and \d+ bytes are missing"):
         opened(crew, snapshot_nbytes=1000)
     with opened(crew) as pipe:
-        values = pipe.state_dict().values()
-        assert (
-            pipe.snapshot_nbytes
-            > 2 * 3 * sum(v.nbytes for v in values if v.dtype.is_floating_point) * 0.9
-        )
+        model = make_model()  # AdamW has two states for each parameter
+        parameters_nbytes = sum(value.nbytes for value in model.parameters())
+        buffers_nbytes = sum(value.nbytes for value in model.buffers())
+        expected_nbytes = 2 * (3 * parameters_nbytes + buffers_nbytes)
+        assert pipe.snapshot_nbytes == pytest.approx(expected_nbytes, rel=0.05)
+
+
+def test_a_spare_that_can_run_no_stage_is_refused(crews: Crews) -> None:
+    crew = crews((DEVICE,) * 3, "shared-memory")
+    unable = LayerCost(math.inf, math.inf, math.inf, reason="it lacks aten.relu.default")
+    with pytest.raises(HetpipeError, match=r"m2 could take the place of no member.*aten\.relu"):
+        opened(crew, members="01", spares=["m2"], costs=costs_of(crew, m2=unable))
 
 
 def test_a_loss_of_all_devices_ends_a_training(crews: Crews) -> None:
