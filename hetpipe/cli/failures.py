@@ -133,9 +133,9 @@ def command(
             subject, members, often, repairs, options, planner or PLANNER,
             assumed=assumed, trials=trials.make(),
         )  # fmt: skip
-    for table in (*goodput_tables(answer), interval_table(answer), step_table(answer)):
+    makers = (loss_table, interval_table, step_table, assumption_table)
+    for table in (*goodput_tables(answer), *(make(answer) for make in makers)):
         output.console.print(table)
-    output.console.print(assumption_table(answer))
     output.text(NOTE)
     output.finish(answer.to_json())
 
@@ -161,6 +161,25 @@ def goodput_tables(answer: FailureStudy) -> Iterator[Table]:
                 name, *(f"{100 * row.mean:.1f} % ± {100 * row.spread:.1f}" for row in cells)
             )
         yield table
+
+
+def loss_table(answer: FailureStudy) -> Table:
+    """Return a table of the lost time, at the highest rate of failures and the longest repairs."""
+    from hetpipe.report.tables import Table
+
+    rate = max(row.per_hour for row in answer.rows)
+    repair_s = max(row.repair_s for row in answer.rows)
+    columns = ["policy", "useful", "pauses", "lost work", "copies", "slower steps"]
+    table = Table(
+        f"Time by policy, {rate:g} failures an hour, repairs of {repair_s:g} s, modelled",
+        columns,
+        columns[1:],
+    )
+    for row in answer.rows:
+        if (row.per_hour, row.repair_s) == (rate, repair_s):
+            parts = row.mean, row.pauses, row.repeated, row.copies, row.slower
+            table.add_row(row.policy, *(f"{100 * part:.1f} %" for part in parts))
+    return table
 
 
 def interval_table(answer: FailureStudy) -> Table:

@@ -79,6 +79,16 @@ class Policy:
     goes_back: bool  # after each failure; if not, only when too few devices remain
 
 
+@dataclass
+class Spent:
+    """The mini-batches that a training made, and the seconds that it spent on other things."""
+
+    mini_batches: float = 0.0  # without the lost ones
+    repeated_s: float = 0.0  # for mini-batches that were lost
+    copies_s: float = 0.0
+    pauses_s: float = 0.0
+
+
 class Run:
     """A training under one policy."""
 
@@ -90,11 +100,12 @@ class Run:
         self.without: Lost = np.zeros(count, bool)  # devices that take no part
         self.rate = policy.rate(self.without)
         self.now_s = self.resumes_s = 0.0
-        self.copied = self.since = 0.0  # mini-batches until the last copy, and since
+        self.spent = Spent()
+        self.since = 0.0  # mini-batches since the last copy
         self.copying_s = 0.0  # of the copy under way
 
-    def mini_batches(self, events: Sequence[Event], horizon_s: float) -> float:
-        """Return the mini-batches that are done and not lost at `horizon_s`."""
+    def until(self, horizon_s: float, events: Sequence[Event]) -> Spent:
+        """Return what the training has made and spent at `horizon_s`."""
         for event in events:
             if event.time_s >= horizon_s:
                 break
@@ -103,14 +114,18 @@ class Run:
             if event.fail and not self.without[event.devices].all():
                 self._fail()
         self._wait(horizon_s)
-        return self.copied + self.since
+        return self.spent
 
     def _fail(self) -> None:
         """Lose what the policy loses, and pause; repaired devices join without another pause."""
+        rate = self.rate
         self._use(self.failed > 0)
         back = self.policy.goes_back or not self.rate
-        self.since = 0.0 if back else math.floor(self.since + ROUNDING)
-        self.copying_s = 0.0
+        lost = self.since - (0.0 if back else math.floor(self.since + ROUNDING))
+        if lost:
+            self.spent.mini_batches -= lost
+            self.spent.repeated_s += lost / rate
+        self.since, self.copying_s = self.since - lost, 0.0
         self.resumes_s = self.now_s + (self.policy.restart_s if back else self.policy.pause_s)
 
     def _use(self, without: Lost) -> None:
@@ -118,12 +133,14 @@ class Run:
 
     def _wait(self, until_s: float) -> None:
         """Pause or train until a moment; repaired devices join if that pays."""
-        while self.resumes_s < until_s:
-            self.now_s = max(self.now_s, self.resumes_s)
-            if not self._join():
+        while self.now_s < until_s:
+            if self.now_s < self.resumes_s:
+                end_s = min(self.resumes_s, until_s)
+                self.spent.pauses_s += end_s - self.now_s
+                self.now_s = end_s
+            elif not self._join():
                 self._train(until_s - self.now_s)
-                break
-        self.now_s = until_s
+                self.now_s = until_s
 
     def _join(self) -> bool:
         """Let repaired devices join if more is done until the next failure, on average."""
@@ -132,7 +149,8 @@ class Run:
             return False
         rate = self.policy.rate(failed)
         pause_s = self.policy.join_s if self.rate else self.policy.restart_s
-        if self.rate and rate * (self.mtbf_s - pause_s) <= self.rate * self.mtbf_s:
+        pays = rate * (self.mtbf_s - pause_s) > self.rate * self.mtbf_s
+        if not (pays if self.rate else rate):
             return False
         self.resumes_s = self.now_s + pause_s
         self._use(failed)
@@ -142,13 +160,16 @@ class Run:
         """Make mini-batches and copies."""
         if not self.rate:
             return
-        policy = self.policy
+        policy, made, rest_s = self.policy, 0.0, time_s
         left_s = (policy.updates - self.since) / self.rate + policy.copy_s - self.copying_s
-        if time_s >= left_s:
+        if rest_s >= left_s:
             cycle_s = policy.updates / self.rate + policy.copy_s
-            cycles, time_s = divmod(time_s - left_s, cycle_s)
-            self.copied += (1 + cycles) * policy.updates
+            cycles, rest_s = divmod(rest_s - left_s, cycle_s)
+            made = (1 + cycles) * policy.updates - self.since
             self.since = self.copying_s = 0.0
-        work_s = min(time_s, (policy.updates - self.since) / self.rate)
+        work_s = min(rest_s, (policy.updates - self.since) / self.rate)
         self.since += work_s * self.rate
-        self.copying_s += time_s - work_s
+        self.copying_s += rest_s - work_s
+        made += work_s * self.rate
+        self.spent.mini_batches += made
+        self.spent.copies_s += time_s - made / self.rate

@@ -25,8 +25,8 @@ from hetpipe.study.policies import Assumptions, Trained, copies_s, policies
 from hetpipe.study.subject import Subject, costs_for, sizes_of
 
 HOUR_S = 3600.0
-PARTS = (64, 32, 16, 8, 4, 2)
-"""Plans are made without one device, and without the devices divided by each of these numbers."""
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Plans are made without one device, and without these numbers of each 64 devices."""
 PLANNER = "dapple"
 """The default planner: it is quick for many devices, and its stages have replicas."""
 
@@ -48,6 +48,9 @@ class Goodput:
     per_hour: float  # failures of the cluster
     repair_s: float
     shares: tuple[float, ...]  # by repetition
+    repeated: float  # mean shares of the time: for mini-batches that were lost
+    copies: float
+    pauses: float
 
     @property
     def mean(self) -> float:
@@ -59,6 +62,11 @@ class Goodput:
         """Half of the distance between the quartiles."""
         low, high = np.quantile(self.shares, (0.25, 0.75))
         return float(high - low) / 2
+
+    @property
+    def slower(self) -> float:
+        """The mean share of the time that steps lose with fewer devices, or redundant computing."""
+        return 1 - self.mean - self.repeated - self.copies - self.pauses
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,10 @@ class FailureStudy:
             "assumptions": asdict(self.assumed),
             "trials": asdict(self.trials),
             "intervals": [asdict(each) for each in self.intervals],
-            "rows": [{**asdict(row), "mean": row.mean, "spread": row.spread} for row in self.rows],
+            "rows": [
+                {**asdict(row), "mean": row.mean, "spread": row.spread, "slower": row.slower}
+                for row in self.rows
+            ],
         }
 
 
@@ -121,7 +132,6 @@ def failures(
     numbers = {id: number for number, id in enumerate(cluster.ids)}
     hosts = [np.array([numbers[id] for id in group]) for group in cluster.groups()]
     horizon_s = trials.hours * HOUR_S
-    whole = horizon_s * trained.rates[0]
     rows = []
     for each_s in repair_s:
         for rate in per_hour:
@@ -130,9 +140,12 @@ def failures(
                 chance.events(horizon_s, trials.seed + number) for number in range(trials.repeats)
             ]
             for policy in policies(trained, assumed, chance.mtbf_s):
-                done = [Run(policy, chance).mini_batches(each, horizon_s) for each in drawn]
-                shares = tuple(count / whole for count in done)
-                rows.append(Goodput(policy.name, rate, each_s, shares))
+                spent = [Run(policy, chance).until(horizon_s, each) for each in drawn]
+                whole = horizon_s * trained.rates[0]
+                shares = tuple(each.mini_batches / whole for each in spent)
+                parts = zip(*((s.repeated_s, s.copies_s, s.pauses_s) for s in spent), strict=True)
+                means = (statistics.fmean(part) / horizon_s for part in parts)
+                rows.append(Goodput(policy.name, rate, each_s, shares, *means))
     found = [each for rate in per_hour if rate for each in _intervals(trained, assumed, rate)]
     return FailureStudy(subject.name, trained, steps_s, assumed, trials, tuple(found), tuple(rows))
 
@@ -170,7 +183,7 @@ def trained_on(
     order = random.Random(seed).sample(cluster.ids, len(cluster.ids))
     count = len(order)
     steps_s: dict[int, float | None] = {0: plan.step_s}
-    for lost in sorted({1, *(count // part for part in PARTS)} & set(range(1, count))):
+    for lost in sorted({1, *(count * part // 64 for part in PARTS)} & set(range(1, count))):
         left = without(cluster, {*order[:lost]})
         try:
             steps_s[lost] = planned(tables, left, options, planner).step_s

@@ -33,6 +33,8 @@ def test_the_commands(lab: Path) -> None:
         arguments = shlex.split(line)
         if arguments[0] == "compare":
             arguments += ["--planners", "exact,bapipe,even"]  # all planners take half a minute
+        if arguments[0] == "failures":
+            arguments += ["--hours", "1"]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, f"{line}: {done.output}"
     assert {"plan.json", "step.png", "step.json"} <= {path.name for path in lab.iterdir()}

@@ -62,8 +62,8 @@ def policy(**changed) -> Policy:
 
 def share(how: Policy, chance: Failures, horizon_s: float, seed: int = 0) -> float:
     """Return the useful mini-batches, relative to a rate of 0.5 without any failure."""
-    done = Run(how, chance).mini_batches(chance.events(horizon_s, seed), horizon_s)
-    return done / (0.5 * horizon_s)
+    done = Run(how, chance).until(horizon_s, chance.events(horizon_s, seed))
+    return done.mini_batches / (0.5 * horizon_s)
 
 
 @pytest.mark.parametrize("restart_s", [0.0, 7.0, 60.0])
@@ -108,9 +108,8 @@ def slow_clock(how: Policy, events: list[Event], mtbf_s: float, horizon_s: float
             continue
         rate, other = how.rate(without), how.rate(failed > 0)
         pause_s = how.join_s if rate else how.restart_s
-        if ((failed > 0) != without).any() and (
-            not rate or other * (mtbf_s - pause_s) > rate * mtbf_s
-        ):
+        pays = other * (mtbf_s - pause_s) > rate * mtbf_s if rate else other > 0
+        if ((failed > 0) != without).any() and pays:
             without, resumes_s = failed > 0, now_s + pause_s
         elif since < how.updates:
             since += rate * tick_s
@@ -128,7 +127,7 @@ def test_events_agree_with_a_slow_clock(goes_back: bool, seed: int) -> None:
     chance = Failures(1 / 60, 60.0, 0.5, HOSTS)
     how = policy(rate=without_rate, updates=4, goes_back=goes_back, join_s=2.0)
     events = chance.events(HORIZON_S, seed)
-    done = Run(how, chance).mini_batches(events, HORIZON_S)
+    done = Run(how, chance).until(HORIZON_S, events).mini_batches
     assert done == pytest.approx(slow_clock(how, events, 60.0, HORIZON_S), rel=0.03)
     assert any(event.fail and len(event.devices) == 4 for event in events)
 
@@ -137,7 +136,7 @@ def lone_failure(mtbf_s: float) -> float:
     """Return the mini-batches until 200 s, of a device that fails at 50 s and returns at 70 s."""
     events = [Event(50.0, np.array([0]), True), Event(70.0, np.array([0]), False)]
     how = policy(rate=without_rate, updates=math.inf, goes_back=False, join_s=5.0)
-    return Run(how, Failures(1 / mtbf_s, 20.0, 0.0, HOSTS)).mini_batches(events, 200.0)
+    return Run(how, Failures(1 / mtbf_s, 20.0, 0.0, HOSTS)).until(200.0, events).mini_batches
 
 
 def test_a_repaired_device_joins_only_if_that_pays() -> None:
@@ -154,7 +153,7 @@ def test_repaired_devices_join_with_the_next_failure_for_nothing() -> None:
         Event(80.0, np.array([1]), True), Event(85.0, np.array([1]), False),
     ]  # fmt: skip
     how = policy(rate=without_rate, updates=math.inf, goes_back=False, join_s=1000.0)
-    done = Run(how, Failures(1e-3, 20.0, 0.0, HOSTS)).mini_batches(events, 100.0)
+    done = Run(how, Failures(1e-3, 20.0, 0.0, HOSTS)).until(100.0, events).mini_batches
     less = 0.5 * 7 / 8
     assert done == pytest.approx(math.floor(25.0 + less * 27) + less * 17)
 
@@ -162,7 +161,17 @@ def test_repaired_devices_join_with_the_next_failure_for_nothing() -> None:
 def test_a_failing_device_that_takes_no_part_costs_nothing() -> None:
     events = [Event(50.0, np.array([0]), True), Event(60.0, np.array([0]), True)]
     run = Run(policy(updates=math.inf), Failures(0.01, 1e9, 0.0, HOSTS))
-    assert run.mini_batches(events, 100.0) == pytest.approx(0.5 * (100 - 57))
+    assert run.until(100.0, events).mini_batches == pytest.approx(0.5 * (100 - 57))
+
+
+def test_time_is_useful_lost_copied_or_paused() -> None:
+    """A copy every 20 s takes 1 s, so the failure at 50 s loses 8 s and pauses for 7 s."""
+    run = Run(policy(rate=steady_rate), Failures(0.01, 1e9, 0.0, HOSTS))
+    spent = run.until(100.0, [Event(50.0, np.array([0]), True)])
+    assert spent.repeated_s == pytest.approx(8)
+    assert spent.pauses_s == pytest.approx(7)
+    assert spent.copies_s == pytest.approx(4)
+    assert spent.mini_batches == pytest.approx(0.5 * (100 - 8 - 7 - 4))
 
 
 def test_rates_between_plans_are_interpolated_and_never_rise_with_losses() -> None:
@@ -209,6 +218,14 @@ def test_more_failures_cost_more_and_a_restart_costs_the_most(survival: FailureS
     assert by_rate[2][DISK] < by_rate[2][HETPIPE]
 
 
+def test_all_time_is_explained(survival: FailureStudy) -> None:
+    for row in survival.rows:
+        if row.policy != REDUNDANT and row.per_hour == 0:
+            assert row.slower == pytest.approx(0, abs=1e-9)
+        assert row.slower > -1e-9
+        assert min(row.repeated, row.copies, row.pauses) >= (-1e-9 if row.per_hour == 0 else 1e-9)
+
+
 def test_a_seed_gives_the_same_figures(subject: Subject, survival: FailureStudy) -> None:
     cluster = hosts_of_boards(BOARDS, 2, *LINKS)
 
@@ -223,7 +240,7 @@ def test_cheaper_recoveries_lose_less(survival: FailureStudy) -> None:
     def at(**changed: float) -> float:
         how = policies(survival.trained, Assumptions().changed(changed), 600.0)[0]
         chance = Failures(1 / 600, 600.0, 0.1, HOSTS)
-        return Run(how, chance).mini_batches(chance.events(40_000.0, 0), 40_000.0)
+        return Run(how, chance).until(40_000.0, chance.events(40_000.0, 0)).mini_batches
 
     assert at(load_s=60.0) < at() < at(load_s=0.0)
     assert at(copy_Bps=1e8) < at()
