@@ -101,14 +101,6 @@ ScheduleOption = Annotated[
         "auto: the planner chooses a schedule that flushes.",
     ),
 ]
-RebalanceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--rebalance",
-        metavar="auto",
-        help="auto: layers move between devices when the devices' speeds have changed.",
-    ),
-]
 ChangedOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli.changes import ChangeOptions
 from hetpipe.cli.options import (
     ChangedOption,
     ClusterOptions,
@@ -20,7 +21,6 @@ from hetpipe.cli.options import (
     ModelArgument,
     PassLimitOption,
     PipelineOptions,
-    RebalanceOption,
     SeedOption,
     check_devices,
     check_picture,
@@ -81,7 +81,7 @@ def command(
     mini_batch: MiniBatchOption = None,
     pipeline: PipelineOptions,
     recipe: RecipeOptions,
-    rebalance: RebalanceOption = None,
+    changes: ChangeOptions,
     sync_batch_norm: Annotated[
         bool,
         typer.Option("--sync-batch-norm", help="Replicas share their batch norms' statistics."),
@@ -106,7 +106,7 @@ def command(
     from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    asked = read_options(pipeline, microbatches, mini_batch, rebalance)
+    asked = read_options(pipeline, microbatches, mini_batch, changes.rebalance)
     stored, costs = (None, None) if plan is None else read_plan(plan)
     if plan is not None and stored is not None:
         check_plan_alone(plan, stored, asked)
@@ -127,7 +127,7 @@ def command(
 
     workload, updates = recipe.change(load_workload(model)), recipe.updates()
     options = {
-        **asked.keywords, **recipe.keywords, "rebalance": rebalance, "plan": stored, "costs": costs,
+        **asked.keywords, **recipe.keywords, **changes.keywords, "plan": stored, "costs": costs,
         "sync_batch_norm": sync_batch_norm, "changed": changed or (), "pass_limit_s": pass_limit,
     }  # fmt: skip
     with (

@@ -101,6 +101,12 @@ class ThreadFleet(Fleet):
         self.control.check()
         self._services[worker].deliver(message)
 
+    def lend(self, worker: int, number: int, nbytes: int) -> mmap.mmap | None:
+        descriptor = anonymous_file(nbytes)
+        memory = mmap.mmap(descriptor, nbytes)
+        self._services[worker].deliver(Lend(number), [descriptor])  # the worker closes it
+        return memory
+
     def connect(self, worker: int, ends: Sequence[WireEnd]) -> None:
         with self._plugboard.connect(ends) as (edges, _):
             self.send(worker, edges)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from captures import shared
 from crews import Crews, eventually
+from engine_backends import FaultyBackend
 from pipelines import pipeline
 from torch import nn
 
@@ -22,6 +23,7 @@ from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline.planning import free_table
+from hetpipe.sdk.host.registry import register_backend
 
 SAMPLES = 12
 DEVICE = "numpy:cpu:0"
@@ -113,6 +115,18 @@ def test_a_training_has_the_results_of_an_undisturbed_one(crews: Crews, schedule
     assert "SIGKILL" in lost.why
     assert "m1" not in lost.plan.all_devices
     assert not whole[2]
+
+
+@pytest.mark.parametrize("transport", ["local", "distributed"])
+def test_a_broken_device_is_left_out(crews: Crews, transport: str) -> None:
+    """Its third run raises an error, whatever the worker is: a thread or a process."""
+    register_backend(FaultyBackend)
+    devices = (DEVICE, "faulty:raise:0", DEVICE)
+    whole = trained(crews((DEVICE,) * 3, transport))
+    broken = trained(crews(devices, transport))
+    losses = [[r.loss for r in results] for results in (whole[0], broken[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert "boom 42" in broken[2][0].why
 
 
 def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
