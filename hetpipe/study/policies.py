@@ -33,7 +33,7 @@ class Assumptions:
 
     host_share: float = _assumed(0.1, "share of failures that take a whole host, not one device")
     detect_s: float = _assumed(2.0, "from a failure until the training notices it")
-    plan_s: float = _assumed(5.0, "planning for the remaining devices")
+    plan_s: float = _assumed(10.0, "planning for the remaining devices")
     load_s: float = _assumed(10.0, "giving changed stages to devices, with compilation")
     copy_Bps: float = _assumed(12e9, "from a device to its host's memory")
     network_Bps: float = _assumed(10e9, "from a host to another; the training waits for it")
