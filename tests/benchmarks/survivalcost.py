@@ -1,0 +1,235 @@
+"""Steps and memory with survive="auto" and without: see `benchmarks.survived`."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import hetpipe as hp
+from benchmarks.stepmodels import Sizes
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import available_cores
+from hetpipe.cost.table import CostTable
+from hetpipe.pipeline.journal import Recorded
+from hetpipe.pipeline.survival import Survival
+from hetpipe.profile.clock import spread_of
+from hetpipe.sdk.backend import Device
+from hetpipe.train.training import one_thread
+from hetpipe.zoo.load import load_workload, optimizer_of
+from hetpipe.zoo.workload import Workload
+
+T = TypeVar("T")
+DEVICE = "pytorch:cpu:0"
+LARGE = Sizes(16384, 32, 768, 12, 12, 4)
+"""A GPT with 98 million parameters."""
+SAMPLES = {"digits": 128, "gpt": 16, "large": LARGE.samples}
+OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
+WARM_UP = 8
+SNAPSHOTS = 2
+"""Snapshots in each block of steps."""
+
+
+def cpu_s(_: Device | None = None) -> float:
+    """Return the CPU seconds of this process."""
+    return time.process_time()
+
+
+class Memory(NamedTuple):
+    """Bytes of a process: its part of memory that processes share, and memory that it has alone."""
+
+    shared_nbytes: float
+    own_nbytes: float
+
+
+def memory(_: Device | None = None) -> Memory:
+    """Return the memory of this process."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kB = {name: float(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return Memory(1024 * kB["Pss_Shmem"], 1024 * kB["Pss_Anon"])
+
+
+def of_all(pipe: hp.Pipeline, function: Callable[[], T]) -> list[T]:
+    """Return the results of a function in this process and in the workers."""
+    crew = pipe._training.setup.crew
+    name = f"{function.__module__}:{function.__name__}"
+    return [function(), *crew.call(list(crew.infos), name)]
+
+
+def workload_of(model: str) -> Workload:
+    """Return a workload by its name here."""
+    return LARGE.gpt("gpt2") if model == "large" else load_workload(model)
+
+
+def pinned(count: int, device: str = DEVICE) -> Cluster:
+    """Return a cluster whose workers take a core each, in turn."""
+    cluster, cores = Cluster.local(devices=[device] * count), available_cores()
+    members = enumerate(cluster.members)
+    return replace(
+        cluster, members=tuple(replace(m, cores=(cores[n % len(cores)],)) for n, m in members)
+    )
+
+
+def opened(model: str, cluster: Cluster, **options: Any) -> hp.Pipeline:
+    """Open a pipeline of a model, with the plan's options or a plan."""
+    workload = workload_of(model)
+    example = next(workload.batches(SAMPLES[model], 0))
+    if "plan" not in options:
+        options = {**OPTIONS, **options}
+    return hp.Pipeline(
+        workload.model, workload.loss_fn, example, cluster=cluster,
+        optimizer=optimizer_of(workload), **options,
+    )  # fmt: skip
+
+
+def batches_of(model: str, count: int = 16) -> Iterator[tuple[Any, Any]]:
+    """Yield a few mini-batches for ever."""
+    return cycle([*islice(workload_of(model).batches(SAMPLES[model], 0), count)])
+
+
+def costs_of(pipe: hp.Pipeline) -> CostTable:
+    """Return the costs that a pipeline's plan was made with."""
+    plan = pipe.plan
+    return pipe._training.setup.tables[-(-plan.mini_batch // plan.microbatches)]
+
+
+def survival_of(pipe: hp.Pipeline) -> Survival:
+    """Return what keeps a pipeline alive."""
+    assert pipe._survival is not None
+    return pipe._survival
+
+
+def fix_interval(pipe: hp.Pipeline) -> int:
+    """Keep the number of mini-batches between two snapshots that the pipeline has chosen by now."""
+    survival = survival_of(pipe)
+    count = survival._every(survival._latest)
+    survival._options = replace(survival._options, snapshot_every=count)
+    return count
+
+
+def block_s(pipe: hp.Pipeline, batches: Iterator[Any], steps: int) -> float:
+    """Return the seconds of a step, over a run of some steps."""
+    begin_s = time.perf_counter()
+    for _ in pipe.run(islice(batches, steps)):
+        pass
+    return (time.perf_counter() - begin_s) / steps
+
+
+def compare(
+    pipes: Sequence[hp.Pipeline], batches: Iterator[Any], steps: int, end_s: float
+) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    """Yield the seconds and the CPU seconds of a step of both pipelines, by pairs of blocks, until
+    a moment; one pair at least."""
+    pair = 0
+    while pair == 0 or time.monotonic() < end_s:
+        times_s, busy_s = [0.0, 0.0], [0.0, 0.0]
+        for number in (0, 1) if pair % 2 else (1, 0):
+            before_s = sum(of_all(pipes[number], cpu_s))
+            times_s[number] = block_s(pipes[number], batches, steps)
+            busy_s[number] = (sum(of_all(pipes[number], cpu_s)) - before_s) / steps
+        yield (times_s[0], times_s[1]), (busy_s[0], busy_s[1])
+        pair += 1
+
+
+@contextmanager
+def counted(pipe: hp.Pipeline) -> Iterator[list[float]]:
+    """Yield a list that gets the seconds of each snapshot, once a result comes after it."""
+    survival, seen, took_s = survival_of(pipe), set[int](), list[float]()
+    watch = pipe._training.watch
+
+    def look(result: Any, samples: int) -> None:
+        watch(result, samples)
+        kept = survival._latest
+        if id(kept) not in seen:
+            seen.add(id(kept))
+            took_s.append(kept.took_s)
+
+    seen.add(id(survival._latest))
+    pipe._training.watch = look
+    yield took_s
+    pipe._training.watch = watch
+
+
+def main(model: str, minutes: float) -> None:
+    """Print what a step costs more with snapshots, and what memory they take."""
+    with one_thread(), opened(model, pinned(2)) as plain:
+        print(plain.plan, flush=True)
+        options = {"plan": plain.plan, "costs": costs_of(plain)}
+        with opened(model, pinned(2), survive="auto", **options) as pipe:
+            steps_of(model, plain, pipe, minutes)
+    memory_of(model, options)
+
+
+def steps_of(model: str, plain: hp.Pipeline, pipe: hp.Pipeline, minutes: float) -> None:
+    """Print the steps with and without snapshots, in pairs of blocks."""
+    batches = batches_of(model)
+    for each in (plain, pipe):
+        block_s(each, batches, WARM_UP)
+    every = fix_interval(pipe)
+    steps, ratios, busy, plain_s = SNAPSHOTS * every, [], [0.0, 0.0], []
+    with counted(pipe) as took_s:
+        for times_s, busy_s in compare(
+            (plain, pipe), batches, steps, time.monotonic() + 60 * minutes
+        ):
+            ratios.append(times_s[1] / times_s[0])
+            plain_s.append(times_s[0])
+            busy = [one + other for one, other in zip(busy, busy_s, strict=True)]
+            print(
+                f"{steps} steps each: {1e3 * times_s[0]:.1f} ms without, {1e3 * times_s[1]:.1f} ms "
+                f"with snapshots, ratio {ratios[-1]:.4f}, of CPU {busy_s[1] / busy_s[0]:.4f}",
+                flush=True,
+            )
+    step_s, copy_s = statistics.median(plain_s), statistics.median(took_s or [0.0])
+    print(
+        f"{model}: a snapshot every {every} mini-batches, {len(took_s)} in all, of "
+        f"{1e3 * copy_s:.1f} ms: {100 * copy_s / (every * step_s):.2f} % of the time\n"
+        f"{model}: ratio {statistics.median(ratios):.4f} (spread {spread_of(ratios):.4f}, "
+        f"{min(ratios):.4f} to {max(ratios):.4f}, {len(ratios)} pairs), of CPU "
+        f"{busy[1] / busy[0]:.4f}; bar 1.02 (measured)",
+        flush=True,
+    )
+
+
+def memory_of(model: str, options: Mapping[str, Any]) -> None:
+    """Print the memory of snapshots: that of processes with them, less that of others without."""
+    found: list[list[float]] = []
+    for own in ({}, {"survive": "auto", "snapshot_every": 2}):
+        code = "import benchmarks.survivalcost as c; c.print_memory()"
+        given = pickle.dumps((model, {**options, **own}))
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=given, check=True, stdout=subprocess.PIPE
+        )
+        found.append([float(word) for word in done.stdout.split()])
+    differences = [with_it - without for without, with_it in zip(*found, strict=True)]
+    *memories, nbytes, journal = differences
+    names = ("controller, shared", "controller, alone", "workers, shared", "workers, alone")
+    text = ", ".join(f"{name} {n / 1e6:.1f}" for name, n in zip(names, memories, strict=True))
+    print(
+        f"{model}: MB of memory with snapshots less without: {text}; sum {sum(memories) / 1e6:.1f} "
+        f"for snapshots of {nbytes / 1e6:.1f} (ratio {sum(memories) / nbytes:.3f}, bar 1.05) and "
+        f"kept mini-batches of {journal / 1e6:.2f} (measured)",
+        flush=True,
+    )
+
+
+def print_memory() -> None:
+    """Print the memory of this process and of its workers after some snapshots, then the sizes of
+    snapshots and kept mini-batches. The standard input has a model and options."""
+    model, options = pickle.load(sys.stdin.buffer)
+    with one_thread(), opened(model, pinned(2), **options) as pipe:
+        block_s(pipe, batches_of(model), WARM_UP)
+        own, *others = of_all(pipe, memory)
+        workers = (sum(each) for each in zip(*others, strict=True))
+        training = pipe._training
+        kept = training.journal_nbytes if isinstance(training, Recorded) else 0
+        print(*own, *workers, pipe.snapshot_nbytes, kept)
