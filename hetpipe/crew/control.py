@@ -231,11 +231,11 @@ class Control:
             limit_s = pass_limit_s if in_pass else patience_s
             silent_s = now_s - moved_s
             if limit_s is not None and silent_s > limit_s:
-                stuck = [worker for worker in workers if _passes(self.doing[worker]())]
+                stuck = [worker for worker in workers if _may_be_stuck(self.doing[worker]())]
                 self.fail(
                     f"nothing has moved for {limit_s:.0f} s, so all workers are ended: "
                     f"{self.describe(workers)}",
-                    lost=stuck if in_pass else (),
+                    lost=stuck,
                 )
             elif silent_s > self._notice_s:
                 self._notice_s = 10 * silent_s
@@ -277,6 +277,11 @@ class Control:
 def _passes(doing: str) -> list[re.Match[str]]:
     """Return the present passes, one for each lane that is in a pass."""
     return [match for lane in doing.split(" and ") if (match := _PASS.fullmatch(lane))]
+
+
+def _may_be_stuck(doing: str) -> bool:
+    """Return whether a worker's device, and not a missing message, may keep it from moving."""
+    return doing == "start" or bool(_passes(doing))
 
 
 def _words(doing: str) -> str:

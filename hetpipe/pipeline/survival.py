@@ -49,6 +49,10 @@ RECENT = 8
 """The number of latest results that tell how long a step takes."""
 HORIZON = 1000
 """Members join if that saves more seconds in this many steps than it takes."""
+STUCK_S, STUCK = 60.0, 50
+"""A pass is stuck after these seconds, if they are also as many times the longest recent step."""
+START_S = 60.0
+"""Seconds in which a device opens after a loss."""
 TRIES = 3
 """A training ends at this number of errors in workers at the same mini-batch."""
 log = logging.getLogger("hetpipe")
@@ -97,6 +101,7 @@ class Survival:
         self._copies = Copies()
         self.absent = Absent(training.setup.crew.cluster)
         self._first = training.plan
+        self._since = training.steps  # when the present workers began
         self._begun = 0  # the position of the last snapshot
         self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
         self.lost: list[Lost] = []
@@ -140,6 +145,7 @@ class Survival:
         if training.accumulated:
             return False
         self._moment(latest)
+        self._limit_passes()
         since = training.mini_batches_since(self._begun)
         is_full = since > 0 and self.nbytes + training.journal_nbytes > self._budget_nbytes
         return is_full or since >= self._every(latest)
@@ -202,6 +208,16 @@ class Survival:
                 return work()
             except WorkerError as error:
                 self._recover(error)
+
+    def _limit_passes(self) -> None:
+        """Let a pass count as stuck by the time of the latest steps, unless the user gave a limit.
+
+        The first steps on new workers have no limit, since devices may still compile.
+        """
+        training = self._training
+        recent = [result.took_s for result in [*training.results.history][-RECENT:]]
+        if training.setup.passes.pass_limit_s is None and training.steps - self._since >= RECENT:
+            training.setup.crew.pass_limit_s = max(STUCK_S, STUCK * max(recent))
 
     def _every(self, latest: Kept) -> int:
         """Return the number of mini-batches from one snapshot to the next.
@@ -273,7 +289,7 @@ class Survival:
         training, kept = self._training, self._latest
         moment = self._moment(kept)
         self._copies.abandon()
-        crew = Crew.start(cluster, wait=False)
+        crew = Crew.start(cluster, start_timeout_s=START_S, wait=False)
         setup = replace(training.setup, crew=crew)
         training.setup = setup  # if a member is lost now, it is one of this crew
         captured, infos = setup.captured, crew.infos
@@ -295,6 +311,7 @@ class Survival:
         values = Checkpoint({}, self._values(kept, moment))
         before = Progress(moment.steps, moment.updates, moment.plan, None, {}, {})
         updates = before.updates_under(plan)
+        self._since = moment.steps
         training.renew(replace(setup, plan=plan), values, moment.steps, updates)
         self._renewed(costs)
 

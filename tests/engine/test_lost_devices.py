@@ -23,7 +23,7 @@ from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline.planning import free_table
-from hetpipe.sdk.host.registry import register_backend
+from hetpipe.sdk.host import registry
 
 SAMPLES = 12
 DEVICE = "numpy:cpu:0"
@@ -118,15 +118,33 @@ def test_a_training_has_the_results_of_an_undisturbed_one(crews: Crews, schedule
 
 
 @pytest.mark.parametrize("transport", ["local", "distributed"])
-def test_a_broken_device_is_left_out(crews: Crews, transport: str) -> None:
+def test_a_broken_device_is_left_out(
+    crews: Crews, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its third run raises an error, whatever the worker is: a thread or a process."""
-    register_backend(FaultyBackend)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    registry.register_backend(FaultyBackend)
     devices = (DEVICE, "faulty:raise:0", DEVICE)
     whole = trained(crews((DEVICE,) * 3, transport))
     broken = trained(crews(devices, transport))
     losses = [[r.loss for r in results] for results in (whole[0], broken[0])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert "boom 42" in broken[2][0].why
+
+
+def test_a_device_that_hangs_is_lost_after_the_limit(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    registry.register_backend(FaultyBackend)
+    hanging = crews((DEVICE, "faulty:hang:0", DEVICE), "shared-memory")
+    with opened(hanging, pass_limit_s=1.0) as pipe:
+        assert pipe.step(*batches(1)[0]) > 0
+        (lost,) = pipe.lost
+    assert lost.members == ("m1",)
+    assert "nothing has moved for 1 s" in lost.why
 
 
 def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
