@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetpipe.checkpoint import durable
 from hetpipe.checkpoint.checkpoint import MANIFEST, Checkpoint, read, remove, save
@@ -59,6 +59,42 @@ def checkpoints(directory: Path) -> list[Path]:
     if (directory / MANIFEST).exists():
         found.append((_step_of(directory), directory))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+class Row(NamedTuple):
+    """A checkpoint in a folder: its step, if it can be read, and why it cannot be used."""
+
+    folder: Path
+    step: int | None
+    nbytes: int
+    fault: str
+
+
+def survey(directory: str | Path) -> list[Row]:
+    """Check the checkpoints in `directory`, the newest first. Raises `CheckpointError` if there are
+    none."""
+    directory = user_path(directory, CheckpointError)
+    paths = checkpoints(directory)
+    if not paths:
+        raise CheckpointError(
+            f"{directory} has no checkpoint; give the folder of checkpoint=, or of save()"
+        )
+    return [_row(path) for path in paths]
+
+
+def _row(path: Path) -> Row:
+    step = int(match[1]) if (match := _FOLDER.fullmatch(path.name)) else None
+    try:
+        manifest = read_manifest(path / MANIFEST)
+        nbytes = sum(file.nbytes for files in manifest.files.values() for file in files)
+        step = manifest.step
+    except CheckpointError as error:
+        return Row(path, step, 0, str(error))
+    try:
+        read(path)
+    except CheckpointError as error:
+        return Row(path, step, nbytes, str(error))
+    return Row(path, step, nbytes, "")
 
 
 class Series:

@@ -12,6 +12,7 @@ from hetpipe.cli import (
     boards,
     cache,
     capacity,
+    checkpoint,
     compare,
     conform,
     coverage,
@@ -50,6 +51,7 @@ for module in COMMANDS:
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(papers.app, name="papers")
 app.add_typer(cache.app, name="cache")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(asked: bool) -> None:

@@ -15,6 +15,7 @@ from hetpipe.pipeline.resume import ROLES, finite, manifest_of, saved_text
 
 if TYPE_CHECKING:
     from hetpipe.checkpoint.checkpoint import Checkpoint
+    from hetpipe.pipeline.model_state import ModelState
     from hetpipe.pipeline.options import SaveOptions
     from hetpipe.pipeline.training import Training
 
@@ -36,19 +37,28 @@ class Autosave:
         folder = options.checkpoint
         self._series = None if folder is None else Series(folder, options.keep)
         self._every = options.every
+        self._names: Mapping[str, str] = {}
         self._saved_step = 0
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the thread, until a call raises it
         self._has_told = False
 
-    def begin(self) -> Checkpoint | None:
-        """Hold the folder, and return the checkpoint to continue from, if there is one."""
+    def begin(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """Hold the folder, and return the checkpoint to continue from, if there is one; `say` tells
+        the user."""
         if self._series is None:
             return None
         found = self._series.hold()
         if found is not None:
             self._saved_step = found.manifest["step"]
+            say(f"the training continues from {found.directory}")
         return found
+
+    def meet(self, state: ModelState) -> None:
+        """Take the names of the model's `state_dict`, and warn of entries that are not saved."""
+        self._names = state.sources
+        if self._series is not None:
+            state.warn_of_extra()
 
     def is_due(self, training: Training) -> bool:
         """Whether a checkpoint should be saved now."""
@@ -63,7 +73,7 @@ class Autosave:
         directory, setup = self._series.directory, training.setup
         values = {role: Tensors.of(training.tensors(role).arrays()) for role in ROLES}
         values = finite(directory, training, values)
-        manifest = manifest_of(training, setup.optimizer, setup.settings, {})
+        manifest = manifest_of(training, setup.optimizer, setup.settings, self._names, {})
         self._saved_step = training.steps
         self._thread = threading.Thread(
             target=self._write, args=(self._series, training, values, manifest),

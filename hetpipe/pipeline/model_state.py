@@ -43,6 +43,12 @@ class ModelState:
             name: copy.deepcopy(state[name]) for name in state if prefix + name not in trained
         }
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The names of trained entries, each with its tensor's name in a checkpoint."""
+        aliases, names = self._captured.aliases, [n for n in self._names if n not in self._others]
+        return {name: aliases.get(self._prefix + name, self._prefix + name) for name in names}
+
     def read(self, training: Training) -> dict[str, Any]:
         """Return the present entries, in the model's order. The training must be at rest."""
         captured = self._captured

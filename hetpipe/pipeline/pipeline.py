@@ -115,11 +115,9 @@ class Pipeline(Saving):
         start = Starting(progress)
         self._is_lent = crew is not None
         self._autosave = Autosave(saves)
-        if (own := self._autosave.begin()) is not None:
-            resume = own
-            start.say(f"the training continues from {own.directory}")
+        resume, replans = self._autosave.begin(start.say) or resume, saves.checkpoint is not None
         try:
-            planned, fixed = resolve(planned, passes, cluster, mini_batch, resume, own is not None)
+            planned, fixed = resolve(planned, passes, cluster, mini_batch, resume, replans)
             self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
         except BaseException:
             self._autosave.close()
@@ -135,8 +133,7 @@ class Pipeline(Saving):
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
             self._state, self._loss_state = states_of(model, loss, self._captured)
-            if saves.checkpoint is not None:
-                self._state.warn_of_extra()
+            self._autosave.meet(self._state)
             self._captured.leaves(*example)
             setup, costs = set_up(
                 self._captured, self._crew, rule, (planned, passes, updates, survival), mini_batch,

@@ -49,15 +49,19 @@ def write(
     training: Saved,
     optimizer: Optimizer,
     settings: Mapping[str, Any],
+    names: Mapping[str, str],
     notes: Mapping[str, Any],
     force: bool = False,
 ) -> None:
-    """Save a training and the caller's `notes`. Without `force`, raises `CheckpointError` if a
-    value is not finite, or if a loss or gradient that was not finite has been applied."""
+    """Save a training, with `names` as in `Progress` and the caller's `notes`.
+
+    Without `force`, raises `CheckpointError` if a value is not finite, or if a loss or gradient
+    that was not finite has been applied.
+    """
     values = {role: training.tensors(role) for role in ROLES}
     if not force:
         values = finite(directory, training, values)
-    save(directory, values, manifest_of(training, optimizer, settings, notes))
+    save(directory, values, manifest_of(training, optimizer, settings, names, notes))
     training.last_save = saved_text(training.steps, directory)
 
 
@@ -65,9 +69,10 @@ def manifest_of(
     training: Saved,
     optimizer: Optimizer,
     settings: Mapping[str, Any],
+    names: Mapping[str, str],
     notes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the values that a checkpoint keeps beside the tensors."""
+    """Return the values that a checkpoint keeps beside the tensors; `names` as `Progress.names`."""
     return {
         "step": training.steps,
         "updates": list(training.updates),
@@ -75,6 +80,7 @@ def manifest_of(
         "optimizer": _described(optimizer),
         "loss_scale": asdict(training.scaling.state()),
         "settings": dict(settings),
+        "names": dict(names),
         "notes": dict(notes),
     }
 
@@ -143,7 +149,8 @@ class _OptimizerRecord:
 
 @dataclass(frozen=True)
 class _Record:
-    """The manifest of a checkpoint. Early versions wrote no loss scale, settings or notes."""
+    """The manifest of a checkpoint. Early versions wrote no loss scale, settings, names or
+    notes."""
 
     step: Count
     updates: Annotated[tuple[Count, ...], Entries(1)]
@@ -151,6 +158,7 @@ class _Record:
     optimizer: _OptimizerRecord
     loss_scale: ScaleState | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -167,6 +175,11 @@ class Progress:
     """See `Setup.settings` in `hetpipe.pipeline.setup`."""
     notes: dict[str, Any]
     """The values that the caller of `Pipeline.save` gave."""
+    optimizer: str = ""
+    """The optimizer's name."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The names in the model's `state_dict`, each with the tensor's name in the checkpoint; empty
+    if an early version wrote the checkpoint."""
 
     def updates_under(self, plan: Plan) -> list[int]:
         """Return the updates so far, by stage of `plan`.
@@ -210,7 +223,10 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
     except PlanError as error:
         raise CheckpointError(f"the checkpoint: {error}") from error
     settings = {"ema": None, "loss_over": "micro-batch", **record.settings}
-    return Progress(record.step, record.updates, plan, record.loss_scale, settings, record.notes)
+    return Progress(
+        record.step, record.updates, plan, record.loss_scale, settings, record.notes,
+        record.optimizer.name, record.names,
+    )  # fmt: skip
 
 
 def fit_states(tensors: Mapping[str, Tensors], stages: Sequence[StageGraphs]) -> dict[str, Tensors]:

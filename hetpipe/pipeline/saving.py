@@ -78,10 +78,12 @@ class Saving(Facts):
             self.flush()
             self._state.warn_of_extra()
             path, training = user_path(directory, CheckpointError), self._training
-            setup = training.setup
+            setup, names = training.setup, self._state.sources
             self._delivery.call(
                 "save",
-                lambda: write(path, training, setup.optimizer, setup.settings, notes or {}, force),
+                lambda: write(
+                    path, training, setup.optimizer, setup.settings, names, notes or {}, force
+                ),
             )
 
     def _restore(self, saved: Checkpoint) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"predictions": 6, "notebooks": 3, "differs": 2, "devices": 3, "checkpoints": 7}
+PAGES = {"predictions": 6, "notebooks": 3, "differs": 2, "devices": 3, "checkpoints": 6}
 """The number of blocks of each page."""
 
 
