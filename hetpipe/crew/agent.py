@@ -147,18 +147,19 @@ class Agent:
         _say(f"hetpipe: the controller {name!r} is lost: {reason}", sys.stderr)
 
     def _pass_on(self, address: Address, message: Packed) -> None:
-        self._tell(address.crew, lambda fleet: fleet.send(address.worker, message))
+        self._tell(address, lambda fleet: fleet.send(address.worker, message))
 
-    def _tell(self, crew: int, tell: Callable[[Fleet], None]) -> None:
-        """Tell workers something. An error ends the crew, since nobody awaits an answer."""
-        if crew not in self._crews:
+    def _tell(self, address: Address, tell: Callable[[Fleet], None]) -> None:
+        """Tell a worker something. An error ends the crew, since nobody awaits an answer."""
+        if address.crew not in self._crews:
             return  # it has ended, and the controller knows
         try:
-            tell(self._crews[crew][0])
+            tell(self._crews[address.crew][0])
         except WorkerError:
             pass  # the crew has failed, and the controller knows
         except Exception as error:
-            self._send(Address(crew, HOST), Failed(summary(error), trace_of(error)))
+            failed = Failed(summary(error), trace_of(error), (address.worker,))
+            self._send(Address(address.crew, HOST), failed)
 
     def _answer(self, asked: Ask) -> None:
         request = asked.request
@@ -200,7 +201,8 @@ class Agent:
         self._crews[request.crew] = fleet, request.wires
 
     def _connect(self, request: Connect) -> None:
-        self._tell(request.crew, lambda fleet: fleet.connect(request.worker, request.ends))
+        address = Address(request.crew, request.worker)
+        self._tell(address, lambda fleet: fleet.connect(request.worker, request.ends))
 
     def _leave(self, request: Leave) -> None:
         fleet, wires = self._crews.pop(request.crew, (None, ""))

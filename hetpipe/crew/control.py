@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from hetpipe.crew.severed import Break, Breaks, culprit
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.copy_messages import Copied, Stored
+from hetpipe.wire.ends import Severed
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
 logger = logging.getLogger("hetpipe")
@@ -101,6 +103,9 @@ class Control:
         self.on_copied: Callable[[Copied | Stored], None] = lambda piece: None
         self.lost: frozenset[int] = frozenset()
         """The workers whose loss is the failure; none if the failure has another cause."""
+        self.places: Sequence[str] = [""] * len(self.labels)
+        """The host of each worker, and `own_host`, the controller's."""
+        self.own_host = ""
         self.raised = False
         """Whether an error in a worker is the failure, and the worker has not just ended."""
         self._beats = ["start"] * len(self.labels)
@@ -110,6 +115,7 @@ class Control:
         # while `on_news` or `on_failure` runs, since they take other locks.
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
+        self._breaks = Breaks(self._blame)
         self._owner = os.getpid()
         self._notice_s = NOTICE_S
         self._gathering = False  # whether the user's thread waits
@@ -131,6 +137,9 @@ class Control:
             where = f" at {message.doing}" if message.doing != "idle" else ""
             text = f"{self.labels[worker]} failed{where}: {message.summary}"
             self.fail(text, message.trace, [worker])
+            return
+        if isinstance(message, Severed):
+            self._breaks.add(worker, message)
             return
         if isinstance(message, (Copied, Stored)):
             self.on_copied(message)
@@ -164,8 +173,19 @@ class Control:
             self._error = (text, trace)
             self.lost, self.raised = frozenset(lost), bool(trace)
             self._changed.notify_all()
+        self._breaks.cancel()
         self.on_failure()
         return True
+
+    def _blame(self, breaks: Sequence[Break]) -> None:
+        """End the run because of broken wires, although no worker and no host is lost."""
+        one, other, reason = breaks[0]
+        why = f": {reason}" if reason else ""
+        self.fail(
+            f"the connection between {self.labels[one]} and {self.labels[other]} is lost, and both "
+            f"still live{why}",
+            lost=culprit(breaks, self.places, self.own_host),
+        )
 
     def check(self) -> None:
         """Raise `WorkerError` if the run has failed, `HetpipeError` in a fork of the process."""

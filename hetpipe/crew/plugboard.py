@@ -45,7 +45,8 @@ class Plugboard:
                 port, fds = (None, []) if end.plug is None else self._plug(end, end.plug)
                 descriptors += fds
                 among = len(descriptors) - len(fds), len(descriptors)
-                edges.append(EdgeEnd(end.wire, port, end.link, among))
+                neighbour = -1 if end.plug is None else end.plug.ranks[end.plug.sends]
+                edges.append(EdgeEnd(end.wire, port, end.link, among, neighbour))
             yield Edges(tuple(edges)), descriptors
         finally:
             _close(descriptors)

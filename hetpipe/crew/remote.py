@@ -73,11 +73,21 @@ class RemoteFleet(Fleet):
         control.on_failure = self._leave
         self._host, self._crew = host, launch.crew
         host.crews[launch.crew] = self
-        self._launched = host.begin(launch)
+        self._launched: Callable[[float], Any] = lambda limit_s: None
+        try:
+            self._launched = host.begin(launch)
+        except WorkerError as error:
+            self.lost(str(error))
 
     def wait(self) -> None:
-        """Wait until the agent has begun to start the workers. Raises its `HetpipeError`."""
-        self._launched(LAUNCH_S)
+        """Wait until the agent has begun to start the workers. Raises its `HetpipeError`.
+
+        The loss of the host is a failure of the crew.
+        """
+        try:
+            self._launched(LAUNCH_S)
+        except WorkerError as error:
+            self.lost(str(error))
 
     def send(self, worker: int, message: Any) -> None:
         self._send(Address(self._crew, worker), message)
@@ -149,6 +159,7 @@ class HostsFleet(Fleet):
         self._wires = itertools.count(1)
         self.wires = secrets.token_hex(8)
         hosts.wires.open(self.wires)
+        control.places, control.own_host = places, hosts.own.name
         control.on_failure = self._failed
 
     def workers(self, host: str) -> list[int]:

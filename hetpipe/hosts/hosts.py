@@ -246,7 +246,7 @@ class Hosts:
     @property
     def clock_error_s(self) -> float:
         """The greatest error, in seconds, of a time that another host's clock gave."""
-        clocks = [other.connection.clock for other in self.others.values()]
+        clocks = [host.connection.clock for host in self.others.values() if not host.lost]
         return max([clock.error_s for clock in clocks], default=0.0)
 
     def __reduce__(self) -> Any:

@@ -7,24 +7,27 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.schedule.action import Action
+from hetpipe.sdk.backend import Device
+from hetpipe.wire.ends import EdgeEnd
+from hetpipe.wire.handover import HandoverPort
+from hetpipe.wire.shares import Replica
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Tensor
 from hetpipe.wire.wire import Axes, Kind, Layout, Piece
 
 AHEAD = 2
 """Number of received messages that may wait on the device for the compute thread."""
 
-GRACE_S = 2.0
-"""Seconds before a broken edge is reported, so that a dead neighbour is reported first."""
-
 LOOK_S = 0.5
 """Seconds between two checks whether the sender's thread lives, while `drain` waits for it."""
 
+Edge = tuple[Replica, Replica]
+"""Source and target."""
 Span = tuple[Action, float, float]
 OnError = Callable[[BaseException], None]
 
@@ -61,17 +64,21 @@ class Sender(_Edge):
 
     def __init__(self, outlet: Outlet, on_error: OnError) -> None:
         super().__init__(outlet)
-        self._outlet = outlet
+        self._outlet, self._on_error = outlet, on_error
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._queued = self._sent = 0  # messages given to the thread; messages that it has sent
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
         """Send the message of an action. The tensors must not change until the message has left."""
-        if self._queued == self._sent and self._outlet.immediate():
-            self._spans.append((action, *self._outlet.send(kind, tensors)))
-        else:
-            self._put(action, partial(self._outlet.send, kind, tensors))
+        try:
+            if self._queued == self._sent and self._outlet.immediate():
+                self._spans.append((action, *self._outlet.send(kind, tensors)))
+                return
+        except EdgeClosedError as error:
+            _report(error, self, self._on_error)
+            raise
+        self._put(action, partial(self._outlet.send, kind, tensors))
 
     @property
     def streams(self) -> bool:
@@ -153,7 +160,7 @@ class DirectReceiver(Receiver):
                 receiving, kind = self._expected.popleft()
                 self._box[receiving] = self._receive(receiving, kind)
         except EdgeClosedError as error:
-            _report_late(error, self, self._on_error)
+            _report(error, self, self._on_error)
             raise
         return self._box.pop(action)
 
@@ -215,10 +222,38 @@ def make_receiver(inlet: Inlet, on_error: OnError) -> Receiver:
     return PrefetchingReceiver(inlet, on_error)
 
 
-def _report_late(error: BaseException, edge: Sender | Receiver, on_error: OnError) -> None:
-    """Report a broken edge after `GRACE_S` seconds, unless this worker closed it."""
+def open_edges(
+    ends: Sequence[EdgeEnd],
+    descriptors: Sequence[int],
+    own: Collection[Replica],
+    device: Device,
+    on_error: Callable[[int, BaseException], None],
+) -> tuple[dict[Edge, Sender], dict[Edge, Receiver]]:
+    """Return the senders and receivers of a worker's replicas `own`, by edge.
+
+    `on_error` gets the neighbour and the error of an edge. Raises `EdgeClosedError` if a neighbour
+    cannot be reached.
+    """
+    senders: dict[Edge, Sender] = {}
+    receivers: dict[Edge, Receiver] = {}
+    for end in ends:
+        wire, fds = end.wire, descriptors[slice(*end.fds)]
+        edge, report = (wire.source, wire.target), partial(on_error, end.neighbour)
+        port = end.port or HandoverPort()
+        if wire.target in own:
+            receivers[edge] = make_receiver(port.inlet(wire, device, fds), report)
+        if wire.source in own:
+            try:
+                senders[edge] = Sender(port.outlet(wire, device, end.link, fds), report)
+            except EdgeClosedError as error:
+                report(error)
+                raise
+    return senders, receivers
+
+
+def _report(error: BaseException, edge: Sender | Receiver, on_error: OnError) -> None:
+    """Report a broken edge, unless this worker closed it."""
     if not edge.closing:
-        time.sleep(GRACE_S)
         on_error(error)
 
 
@@ -229,7 +264,7 @@ def _start(
         try:
             run()
         except EdgeClosedError as error:
-            _report_late(error, edge, on_error)
+            _report(error, edge, on_error)
         except Exception as error:
             on_error(error)
 

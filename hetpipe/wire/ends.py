@@ -54,6 +54,15 @@ class EdgeEnd:
     port: Port | None
     link: Link
     fds: tuple[int, int]  # the port's descriptors in the message: from, to (excluded)
+    neighbour: int = -1  # the worker at the other end
+
+
+@dataclass(frozen=True)
+class Severed:
+    """To the controller: the wire to this neighbour, a worker of the crew, is broken."""
+
+    neighbour: int
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hetpipe.cluster.topology import Link
-from hetpipe.errors import WorkerError
+from hetpipe.errors import ClusterError
 from hetpipe.hosts.door import Call, dial
 from hetpipe.hosts.facts import own_facts
 from hetpipe.hosts.meeting import WIRE
@@ -66,14 +66,14 @@ class StreamPort(Port):
         return _StreamInlet(self, fds[0], wire, device)
 
     def dial(self) -> socket.socket:
-        """Connect to the receiver's host. Raises `WorkerError`."""
+        """Connect to the receiver's host. Raises `EdgeClosedError`."""
         assert self.address is not None
         try:
             stream, _ = dial(self.address, self.secret, own_facts(), Call(WIRE, wire=self.wire))
             return stream.socket
-        except OSError as error:
+        except (OSError, ClusterError) as error:
             place = f"{self.address[0]} port {self.address[1]}"
-            raise WorkerError(
+            raise EdgeClosedError(
                 f"no connection to {place}: {error}; messages between hosts need this port "
                 "(docs/hosts.md)"
             ) from error

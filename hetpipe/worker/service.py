@@ -21,9 +21,9 @@ from hetpipe.sdk.host.registry import configure_backend, open_device
 from hetpipe.sdk.host.validation import join_group
 from hetpipe.wire import messages as say
 from hetpipe.wire.copy_messages import Copy, Lend
-from hetpipe.wire.edges import Receiver, Sender, make_receiver
-from hetpipe.wire.ends import EdgeEnd, Edges
-from hetpipe.wire.handover import HandoverPort
+from hetpipe.wire.edges import Receiver, Sender, open_edges
+from hetpipe.wire.ends import EdgeEnd, Edges, Severed
+from hetpipe.wire.shares import Replica
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array
 from hetpipe.worker.beside import Beside
@@ -111,8 +111,10 @@ class Service:
                 value = _COMMANDS[type(message)](self, message)
                 self._task = "idle"
                 self._answer(say.Reply(value))
-        except EdgeClosedError:
-            pass  # this worker was stopped, or a lane has reported that a neighbour is lost
+        except EdgeClosedError:  # this worker was stopped, or has reported a broken edge
+            # The other edges stay open, so that only the workers beside a broken edge report it.
+            while not isinstance(self._inbox.get()[0], say.Stop):
+                pass
         except BaseException as error:
             self.fail(error)
         finally:
@@ -131,13 +133,18 @@ class Service:
             return
         self._answer(say.Failure(self.doing, self._summary(error), trace_of(error)))
 
+    def _edge_failed(self, neighbour: int, error: BaseException) -> None:
+        """Report an error of an edge. A broken one is no failure of this worker."""
+        if isinstance(error, EdgeClosedError):
+            self._answer(Severed(neighbour, str(error)))
+        else:
+            self.fail(error)
+
     def _summary(self, error: BaseException) -> str:
         """Return the error in one line.
 
         An error of the device's code that is not a `HetpipeError` gets the device and the method.
         """
-        if isinstance(error, EdgeClosedError):
-            return f"the connection to a neighbouring worker is lost {error}".rstrip()
         if isinstance(error, HetpipeError) or not (method := failing_method(error)):
             return summary(error)
         return f"{self._order.member.device} fails in {method}: {summary(error)}"
@@ -183,17 +190,10 @@ class Service:
                 # A late gradient that is zero has no buffer; every other value has one.
                 {key: held.pop(key) for key in load.held if key in held or key[0] != GRAD},
             )  # fmt: skip
-        senders, receivers = {}, {}
-        for end in self._edge_ends:
-            wire, descriptors = end.wire, self._edge_fds[slice(*end.fds)]
-            edge = (wire.source, wire.target)
-            port = end.port or HandoverPort()
-            if wire.target in self._replicas.items():
-                inlet = port.inlet(wire, self._device, descriptors)
-                receivers[edge] = make_receiver(inlet, self.fail)
-            if wire.source in self._replicas.items():
-                outlet = port.outlet(wire, self._device, end.link, descriptors)
-                senders[edge] = Sender(outlet, self.fail)
+        own = {Replica(*each) for each in self._replicas.items()}
+        senders, receivers = open_edges(
+            self._edge_ends, self._edge_fds, own, self._device, self._edge_failed
+        )
         exchange = Exchange(
             self._stages, self._replicas, message.shares, senders, receivers, self._groups(message)
         )

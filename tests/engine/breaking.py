@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+from contextlib import suppress
 from typing import Any
 
 from hetpipe.worker.runner import Runner
@@ -44,3 +46,11 @@ def break_now(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
         raise RuntimeError("the device has fallen off the bus")
+
+
+def sever(device: Any) -> None:
+    """End the connections of this worker to workers of other hosts."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            if found.family == socket.AF_INET:
+                found.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,115 @@
+"""A training over several hosts goes on without a host that it loses (`survive_hosts.py`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from agents import hosts
+from crews import Crews
+from test_survival import DEVICE, batches, opened, pid_of, trained
+
+from hetpipe.cluster import Cluster
+from hetpipe.crew import severed
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.severed import Break, culprit
+
+Happen = Callable[[Crew], None]
+Trained = tuple[list[Any], dict[str, torch.Tensor], tuple[Any, ...]]
+FOUR = tuple(f"{host}/{DEVICE}" for host in ("h0", "h1", "h2", "h2"))
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    with hosts(*FOUR) as cluster:
+        yield cluster
+
+
+def kill_worker(crew: Crew) -> None:
+    os.kill(pid_of(crew, "m1"), signal.SIGKILL)
+
+
+def kill_agent(crew: Crew) -> None:
+    connections = crew.cluster.connections
+    assert connections is not None
+    os.kill(connections.call_all(10.0, os.getpid)["h1"], signal.SIGKILL)
+
+
+def sever(crew: Crew) -> None:
+    """End the connections between two agents' hosts, while all hosts live."""
+    crew.call(["m2"], "breaking:sever")
+
+
+def broken(cluster: Cluster, happen: Happen, **options: Any) -> Trained:
+    """Train over hosts, and break something after a few mini-batches."""
+    results = []
+    with Crew.start(cluster) as crew, opened(crew, **options) as pipe:
+        for result in pipe.run(batches(10)):
+            results.append(result)
+            if result.index == 4:
+                happen(crew)
+        return results, pipe.state_dict(), pipe.lost
+
+
+def check_same(trained: Trained, whole: Trained, error: float) -> None:
+    """Check results and weights, each within an error; 0 compares bits."""
+    assert [result.index for result in trained[0]] == [*range(10)]
+    losses = [[result.loss for result in results] for results, _, _ in (trained, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=error, abs=0.0)
+    for name, value in whole[1].items():
+        assert torch.allclose(trained[1][name], value, rtol=error, atol=error), name
+
+
+@pytest.mark.parametrize(
+    ("happen", "member", "why"),
+    [
+        (kill_worker, "m1", "host 'h1': worker 'm1'.*SIGKILL"),
+        (sever, "m1", "the connection between worker .* and both still live"),
+    ],
+)
+def test_a_training_over_hosts_goes_on_with_the_devices_that_are_left(
+    crews: Crews,
+    three: Cluster,
+    happen: Happen,
+    member: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(severed, "CAUSE_S", 0.5)
+    found = broken(three, happen)
+    check_same(found, trained(crews((DEVICE,) * 3, "shared-memory")), 1e-6)
+    (lost,) = found[2]
+    assert lost.members == (member,)
+    assert re.search(why, lost.why)
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(crews: Crews, three: Cluster) -> None:
+    options: dict[str, Any] = {"schedule": "pipedream", "spares": ["m3"]}
+    found = broken(three, kill_agent, **options)
+    check_same(found, trained(crews((DEVICE,) * 4, "shared-memory"), **options), 0.0)
+    (lost,) = found[2]
+    assert lost.plan.all_devices == ("m0", "m3", "m2")
+    assert re.search(r"host 'h1' .* is lost", lost.why)
+
+
+@pytest.mark.parametrize(
+    ("ends", "places", "workers"),
+    [
+        ([(1, 0)], "abb", [1, 2]),  # never the controller's host
+        ([(1, 3), (3, 1)], "abbc", [3]),  # the host with fewer workers
+        ([(1, 2)], "abc", [2]),  # the last one
+        ([(1, 2), (1, 3)], "abcd", [1]),  # the host with most broken links
+        ([(1, 2), (2, 1), (1, 3)], "abcd", [1]),  # a link counts once
+        ([(2, 1)], "abb", [2]),  # inside a host the worker that reports it
+        ([(2, 1), (1, 3)], "abbc", [3]),  # a link between hosts explains a break inside one
+    ],
+)
+def test_a_broken_link_between_living_hosts_removes_one_of_them(
+    ends: list[tuple[int, int]], places: str, workers: list[int]
+) -> None:
+    assert culprit([Break(*each, "") for each in ends], places, "a") == workers
