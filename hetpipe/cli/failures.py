@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hetpipe.study.survivors import FailureStudy, Trials
 
 MOST = 1e6
-"""Rates of failures and times of repairs are below this number."""
+"""The largest rate of failures and time of repairs."""
 NOTE = (
     "±: half of the distance between the quartiles. Lost devices are drawn at random, and rates"
     " between the planned steps are interpolated. A plan may leave devices idle. It is assumed that"
@@ -133,7 +133,9 @@ def command(
             subject, members, often, repairs, options, planner or PLANNER,
             assumed=assumed, trials=trials.make(),
         )  # fmt: skip
-    makers = (loss_table, interval_table, step_table, assumption_table)
+    makers = [loss_table, interval_table, step_table, assumption_table]
+    if not answer.intervals:
+        makers.remove(interval_table)
     for table in (*goodput_tables(answer), *(make(answer) for make in makers)):
         output.console.print(table)
     output.text(NOTE)
@@ -205,7 +207,7 @@ def step_table(answer: FailureStudy) -> Table:
     columns = ["lost devices", "step", "rate, of the whole cluster"]
     plan, rates = answer.trained.plan, answer.trained.rates
     table = Table(
-        f"Planned steps, {plan.label}; the whole cluster has {len(plan.stages)} stages, "
+        f"Planned steps, {plan.label}; stages of the whole cluster: {len(plan.stages)}, "
         f"{plan.schedule}",
         columns,
         columns,
@@ -247,8 +249,8 @@ def parse_numbers(option: str, text: str) -> list[float]:
         numbers = [float(each) for each in split_names(text) or ()]
     except ValueError:
         numbers = []
-    if not numbers or not all(0 <= number < MOST for number in numbers):
+    if not numbers or not all(0 <= number <= MOST for number in numbers):
         raise HetpipeError(
-            f"{option} {text!r}: separate numbers of 0 or more by commas, for instance 1,60"
+            f"{option} {text!r}: separate numbers from 0 to {MOST:g} by commas, for instance 1,60"
         )
     return numbers

@@ -334,11 +334,20 @@ def test_the_command_prints_every_assumption(tmp_path: Path) -> None:
     assert all(0 <= row["mean"] <= 1 for row in written["rows"])
 
 
+def test_no_interval_is_printed_without_failures() -> None:
+    options = ("--boards", "v100-pcie-16=2", "--per-hour", "0", "--hours", "1", "--repeats", "1")
+    done = CliRunner().invoke(app, [*STUDY, *options], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "100.0 % ± 0.0" in done.stdout
+    assert "intervals" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--assume", "detect_s"), "--assume 'detect_s': write NAME=NUMBER"),
-        (("--per-hour", "often"), "--per-hour 'often': separate numbers"),
+        (("--per-hour", "often"), "--per-hour 'often': separate numbers from 0 to 1e+06"),
+        (("--per-hour", "1e9"), "--per-hour '1e9': separate numbers from 0 to 1e+06"),
         (("--boards", "v100-pcie-16=1.5"), "1.5 boards v100-pcie-16: give a whole number"),
         (("--boards", "a100-40=8", "--cluster", "pipedream-a"), "give one of them"),
     ],
