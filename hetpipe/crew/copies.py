@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import threading
 import time
@@ -43,39 +42,38 @@ class Memory:
 
 
 class Memories:
-    """The memories that were lent to the workers of one loading, at most two for each."""
+    """The memories that were lent to the workers of one loading, at most `most` for each."""
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._loading = 0
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._loading: object = None
         self._of: dict[int, list[Memory]] = {}  # by worker, the one to use next first
 
     def next(
-        self, worker: int, loading: int, lend: Callable[[int], mmap.mmap | None]
+        self, worker: int, loading: object, lend: Callable[[], Memory | None]
     ) -> Memory | None:
-        """Return the memory for a worker's next copy, which the copy before it does not use.
+        """Return the memory for a worker's next copy; with two, the last copy has the other one.
 
-        `lend` lends a memory with a number; it returns None if the worker has to send pieces.
+        `lend` lends a memory; it returns None if the worker has to send pieces.
         """
         if loading != self._loading:
             self._loading, self._of = loading, {}
         own = self._of.setdefault(worker, [])
-        if len(own) < 2:
-            number = next(self._numbers)
-            if (content := lend(number)) is None:
+        if len(own) < self.most:
+            if (lent := lend()) is None:
                 return None
-            own.insert(0, Memory(number, content))
+            own.insert(0, lent)
         own.append(memory := own.pop(0))
         return memory
 
 
 class Copies:
-    """The latest complete copy, and a copy that arrives.
+    """The latest complete copy, and a copy that arrives; at most `most` of them are in memory.
 
-    An incomplete copy never replaces a complete one, so two copies are in memory at most.
+    With two, the latest copy stays while the next one arrives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2) -> None:
         # Held while values are added or a copy becomes complete; a thread waits for the latter.
         self._changed = threading.Condition()
         self._number = 0
@@ -84,22 +82,25 @@ class Copies:
         self._arriving: dict[Key, Array] = {}
         self._mark: object = None
         self._begin_s = 0.0
-        self.memories = Memories()
+        self.memories = Memories(most)
         self.latest: Kept | None = None
 
-    def begin(self, keys: Collection[Key], places: Mapping[Key, Array], mark: object) -> int:
-        """Begin a copy of these values, and forget an incomplete one. Return its number.
+    def begin(
+        self, number: int, keys: Collection[Key], places: Mapping[Key, Array], mark: object
+    ) -> None:
+        """Begin a copy of these values, and forget an incomplete one.
 
-        `places` has the values that come in lent memory.
+        No other copy of the crew has its number. `places` has the values that come in lent memory.
         """
         with self._changed:
-            self._number += 1
+            self._number = number
             self._missing, self._arriving, self._mark = set(keys), {}, mark
+            if self.memories.most == 1:
+                self.latest = None
             self._places = dict(places)
             self._begin_s = time.monotonic()
             if not keys:
                 self._complete()
-            return self._number
 
     def arrived(self, news: Copied | Stored) -> None:
         """Add values, unless their copy is forgotten."""
@@ -118,15 +119,15 @@ class Copies:
     def _complete(self) -> None:
         took_s = time.monotonic() - self._begin_s
         self.latest = Kept(self._arriving, self._mark, took_s)
-        self._number, self._arriving, self._places = self._number + 1, {}, {}
+        self._number, self._arriving, self._places = 0, {}, {}
         self._changed.notify_all()
 
     def abandon(self) -> None:
         """Forget an incomplete copy and the lent memories, whose workers are lost."""
         with self._changed:
-            self._number += 1
+            self._number = 0
             self._missing, self._arriving, self._places = set(), {}, {}
-            self.memories = Memories()
+            self.memories = Memories(self.memories.most)
 
     @property
     def under_way(self) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Slot
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.assembly import Assembly
-from hetpipe.crew.copies import Copies, arrays_in, laid_out
+from hetpipe.crew.copies import Copies, Memory, arrays_in, laid_out
 from hetpipe.crew.launcher import Launched
 from hetpipe.crew.stage_members import StageMembers
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 from hetpipe.wire import messages as say
-from hetpipe.wire.copy_messages import Copy, Key
+from hetpipe.wire.copy_messages import Copied, Copy, Key, Stored
 from hetpipe.wire.messages import Array
 
 
@@ -28,7 +29,11 @@ class Loaded(Workers):
         self._assembly: Assembly | None = None
         self._placement = StageMembers((), False)
         self.load_count = 0  # by this count a pipeline knows whether its stages are still loaded
+        self._token = object()  # tells the loadings of crews apart
+        self._copy_numbers = itertools.count(1)  # of copies and of lent memories
+        self._copying: dict[int, Copies] = {}  # by number
         super().__init__(cluster, launched, start_timeout_s)
+        self._control.on_copied = self._add_copied
 
     def read(
         self, role: str, names: Sequence[str] | None = None, replica: int = 0
@@ -63,19 +68,30 @@ class Loaded(Workers):
             by_worker.setdefault(worker, {})[stage] = own
         orders, arrays = [], dict[Key, Array]()
         with self._conversation():
-            self._control.on_copied = copies.arrived
+            number = next(self._copy_numbers)
+            self._copying = {n: c for n, c in self._copying.items() if c.under_way}
+            self._copying[number] = copies
             for worker, owned in by_worker.items():
                 places, nbytes = laid_out({k: s for own in owned.values() for k, s in own.items()})
-                lend = partial(self._fleet.lend, worker, nbytes=nbytes)
-                memory = copies.memories.next(worker, self.load_count, lend)
+                lend = partial(self._lend, worker, nbytes)
+                memory = copies.memories.next(worker, (self._token, self.load_count), lend)
                 if memory is not None:
                     arrays |= arrays_in(memory, places, slots)
                 of_stages = {n: {key: places[key] for key in own} for n, own in owned.items()}
                 orders.append((worker, of_stages, nbytes, memory))
-            number = copies.begin(slots, arrays, mark)
+            copies.begin(number, slots, arrays, mark)
             for worker, of_stages, nbytes, memory in orders:
                 lent = None if memory is None else memory.number
                 self._fleet.send(worker, Copy(number, of_stages, nbytes, lent))
+
+    def _lend(self, worker: int, nbytes: int) -> Memory | None:
+        number = next(self._copy_numbers)
+        content = self._fleet.lend(worker, number, nbytes)
+        return None if content is None else Memory(number, content)
+
+    def _add_copied(self, news: Copied | Stored) -> None:
+        if (copies := self._copying.get(news.number)) is not None:
+            copies.arrived(news)
 
     @property
     def copied_nbytes(self) -> int:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.checkpoint.series import Series
 from hetpipe.checkpoint.tensors import Tensors
+from hetpipe.crew.copies import Copies
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline.resume import ROLES, finite, manifest_of, saved_text
+from hetpipe.pipeline.copied import copy_values
+from hetpipe.pipeline.resume import finite, manifest_of, saved_text
 
 if TYPE_CHECKING:
     from hetpipe.checkpoint.checkpoint import Checkpoint
@@ -39,6 +41,7 @@ class Autosave:
         self._every = options.every
         self._names: Mapping[str, str] = {}
         self._saved_step = 0
+        self._copies = Copies(most=1)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the thread, until a call raises it
         self._has_told = False
@@ -71,7 +74,7 @@ class Autosave:
         assert self._series is not None
         self._wait_for_earlier()
         directory, setup = self._series.directory, training.setup
-        values = {role: Tensors.of(training.tensors(role).arrays()) for role in ROLES}
+        values = copy_values(training, self._copies)
         values = finite(directory, training, values)
         manifest = manifest_of(training, setup.optimizer, setup.settings, self._names, {})
         self._saved_step = training.steps

@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 from hetpipe.checkpoint.checkpoint import Checkpoint
-from hetpipe.checkpoint.tensors import Tensors
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.launcher import start_servers
@@ -20,11 +19,11 @@ from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
+from hetpipe.pipeline.copied import values_of
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.journal import Recorded
-from hetpipe.pipeline.present import joined
-from hetpipe.pipeline.resume import ROLES, Progress
+from hetpipe.pipeline.resume import Progress
 from hetpipe.pipeline.survivors import plan_for
 from hetpipe.plan.survival import best_updates
 from hetpipe.words import format_nbytes, words
@@ -308,7 +307,7 @@ class Survival:
         if moment.scale is not None:
             training.scaling.restore(moment.scale)
         training.not_finite = moment.not_finite
-        values = Checkpoint({}, self._values(kept, moment))
+        values = Checkpoint({}, values_of(kept, moment.unread, captured.parts))
         before = Progress(moment.steps, moment.updates, moment.plan, None, {}, {})
         updates = before.updates_under(plan)
         self._since = moment.steps
@@ -325,14 +324,3 @@ class Survival:
         assert isinstance(moment, Moment)
         self._training.forget(moment.position)
         return moment
-
-    def _values(self, kept: Kept, moment: Moment) -> dict[str, Tensors]:
-        """Return the values of a snapshot by role, with the model's names."""
-        named: dict[str, dict[str, Array]] = {role: {} for role in ROLES}
-        for (role, name), value in kept.values.items():
-            named[role][name] = value
-        parts = self._training.setup.captured.parts
-        return {
-            role: joined(Tensors.of({**moment.unread.get(role, {}), **own}), parts)
-            for role, own in named.items()
-        }

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from captures import shared
 from crews import Crews, eventually
 from engine_backends import FaultyBackend
-from pipelines import pipeline
+from pipelines import pipeline, user_pipeline
 from torch import nn
 
 import hetpipe as hp
@@ -145,6 +146,26 @@ def test_a_device_that_hangs_is_lost_after_the_limit(
         (lost,) = pipe.lost
     assert lost.members == ("m1",)
     assert "nothing has moved for 1 s" in lost.why
+
+
+def test_checkpoints_continue_after_a_loss(crews: Crews, tmp_path: Path) -> None:
+    whole = trained(crews((DEVICE,) * 3, "shared-memory"))
+    for kills in (True, False):
+        crew = crews((DEVICE,) * 3, "shared-memory")
+        with opened(crew) as pipe:
+            plan = pipe.plan
+        with user_pipeline(
+            crew, make_model(), LOSS, batches(1)[0], plan=plan, costs=costs_of(crew),
+            optimizer=hp.optim.adamw(lr=1e-2), survive="auto", checkpoint=tmp_path, every=2,
+        ) as pipe:  # fmt: skip
+            victim = pid_of(crew, "m1")
+            for result in pipe.run(batches(10)[pipe.steps :]):
+                if result.index == 4 and kills:
+                    os.kill(victim, signal.SIGKILL)
+            assert len(pipe.lost) == kills
+            state = pipe.state_dict()
+    for name, value in whole[1].items():
+        assert torch.allclose(state[name], value, atol=1e-6), name
 
 
 def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
