@@ -36,39 +36,51 @@ def plan_for(
     `PlanError`.
     """
     spared = _with_spares(cluster, present, tables)
-    if before.rule.replicates or not before.rule.averages:
-        planning = Planning(
-            captured.name, captured.layer_names, cluster, before.mini_batch,
-            lambda sizes: {size: tables[size] for size in sizes if size in tables},
-        )  # fmt: skip
-        plan, table = planning.choose(
-            PlanOptions(
-                microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
-            )
-        )
-        assert table is not None
-    else:
-        plan, table = _searched(captured, cluster, before, tables)
+    whole = before.rule.replicates or not before.rule.averages
+    try:
+        plan, table = (_replicated if whole else _searched)(captured, cluster, before, tables)
+    except PlanError:
+        if not before.rule.flushes:
+            raise
+        plan, table = _searched(captured, cluster, before, tables, ())
     if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
         plan, table = spared, nearest_table(tables, spared)  # most programs are compiled already
     return replace(plan, splits=before.splits, notes=before.notes), table
 
 
-def _searched(
+def _replicated(
     captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
 ) -> tuple[Plan, CostTable]:
+    """Return the plan that gives every member the whole model."""
+    planning = Planning(
+        captured.name, captured.layer_names, cluster, before.mini_batch,
+        lambda sizes: {size: tables[size] for size in sizes if size in tables},
+    )  # fmt: skip
+    plan, table = planning.choose(
+        PlanOptions(
+            microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
+        )
+    )
+    assert table is not None
+    return plan, table
+
+
+def _searched(
+    captured: Captured,
+    cluster: Cluster,
+    before: Plan,
+    tables: Mapping[int, CostTable],
+    schedules: tuple[str, ...] | None = None,
+) -> tuple[Plan, CostTable]:
+    """Return the fastest plan with one of these `schedules`, by default the plan's; () is all."""
     # Batch norms see how replicas divide a micro-batch, so replicas would change the training.
     replicas = before.rule.flushes and not captured.updated_buffers
     options = PlannerOptions(
-        before.mini_batch, (before.microbatches,), (before.schedule,), before.weights,
+        before.mini_batch, (before.microbatches,),
+        (before.schedule,) if schedules is None else schedules, before.weights,
         replicas=replicas or max(before.replicas) > 1,
     )  # fmt: skip
-    try:
-        plan = plan_on(tables, cluster, options)
-    except PlanError:
-        if not before.rule.flushes:
-            raise
-        plan = plan_on(tables, cluster, replace(options, schedules=()))
+    plan = plan_on(tables, cluster, options)
     return plan, nearest_table(tables, plan)
 
 

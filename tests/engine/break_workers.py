@@ -1,0 +1,89 @@
+"""Break a worker at every moment of many trainings, and compare the results with undisturbed ones.
+
+    python tests/engine/break_workers.py [--part 1.0] [--kinds kill,raise] [--seed 0] [CASE ...]
+
+Each action and each command of the controller is a moment. Then two workers are lost: the second
+one at a moment of the recovery from the first loss, or of the training after it. With `--part 0.1`
+a tenth of all moments is broken. This takes hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
+from breaking import KINDS  # noqa: E402
+from broken_cases import CASES, Break, problems, run, undisturbed  # noqa: E402
+
+START_TICKS = 10
+
+
+def breaks_of(name: str, kind: str) -> Iterator[list[Break]]:
+    """Yield a break at every moment of every worker with layers."""
+    for member in CASES[name].used:
+        for moment in range(len(undisturbed(name).moments[member])):
+            yield [Break(member, kind, moment)]
+
+
+def second_breaks_of(name: str, kind: str, chance: random.Random) -> Iterator[list[Break]]:
+    """Yield, after one random first break, a second one at every moment of every other worker."""
+    case = CASES[name]
+    if case.count < 3:
+        return
+    (first,) = chance.choice([*breaks_of(name, kind)])
+    for member, moments in run(case, [first]).moments.items():
+        for moment in range(-START_TICKS, len(moments)):
+            yield [first, Break(member, "kill" if moment < 0 else kind, moment)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--part", type=float, default=1.0)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--end-s", type=float, default=1e9, help="begin no run after these seconds")
+    chosen = parser.parse_args()
+    logging.disable()
+    end_s = time.monotonic() + chosen.end_s
+    counts: Counter[tuple[str, str]] = Counter()
+    wrong: Counter[tuple[str, str]] = Counter()
+    waits_s: list[float] = []
+    table = [(name, kind) for name in chosen.cases or CASES for kind in chosen.kinds.split(",")]
+    for name, kind in table:
+        chance = random.Random(f"{chosen.seed} {name} {kind}")
+        all_breaks = [*breaks_of(name, kind), *second_breaks_of(name, kind, chance)]
+        for breaks in all_breaks:
+            if chance.random() >= chosen.part or time.monotonic() > end_s:
+                continue
+            try:
+                found = run(CASES[name], breaks)
+                texts = problems(name, found, breaks)
+                waits_s.append(found.wait_s)
+            except Exception as error:
+                texts = [f"{type(error).__name__}: {error}"]
+            counts[name, kind] += 1
+            if texts:
+                wrong[name, kind] += 1
+                places = "; ".join(f"{b.member} {b.kind} {b.moment}" for b in breaks)
+                print(f"FAILED {name} {places}: {'; '.join(texts)[:500]}", flush=True)
+        print(f"{name} {kind}: {counts[name, kind]} runs, {wrong[name, kind]} failures", flush=True)
+    waits_s = [wait_s for wait_s in waits_s if wait_s == wait_s]
+    print(f"{counts.total()} runs, {wrong.total()} failures")
+    if waits_s:
+        median_s = statistics.median(waits_s)
+        print(f"loss to next result: median {median_s:.2f} s, worst {max(waits_s):.2f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

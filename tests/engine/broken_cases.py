@@ -1,0 +1,437 @@
+"""Trainings whose workers break, and the results that they must have."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from captures import shared
+from models import Transposed
+from pipelines import pipeline
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
+from hetpipe.cost.table import CostTable, LayerCost
+from hetpipe.crew.crew import Crew
+from hetpipe.pipeline import absent, planning, survival
+from hetpipe.pipeline.planning import free_table
+from hetpipe.plan.plan import Plan
+
+SAMPLES = 16
+DEVICE = "numpy:cpu:0"
+NEAR = 1e-6
+"""The most that losses and weights may differ if sums have another order."""
+
+TICK_S = 0.02
+NEVER_S = 1e9
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_plain() -> nn.Module:
+    """Return a model with batch norm and dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8),
+        nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+def make_tied() -> nn.Module:
+    """Return a model with dropout, and with one weight in its first and last layer."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 4)
+    layers = [
+        nn.Linear(4, 4),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(4, 4),
+        nn.Tanh(),
+        Transposed(first),
+    ]
+    return nn.Sequential(first, *layers, nn.Linear(6, 4))
+
+
+@cache
+def batches(count: int) -> list[Batch]:
+    """Return mini-batches that are equal at each call."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SAMPLES, 6, generator=draw), torch.randint(0, 4, (SAMPLES,), generator=draw))
+        for _ in range(count)
+    ]
+
+
+class Noted(NamedTuple):
+    """A value that a script has received from a pipeline."""
+
+    time_s: float
+    value: Any
+    losses: int
+    """The number of losses that the pipeline had survived."""
+
+
+Script = Callable[[hp.Pipeline], Iterator[Any]]
+"""Uses a pipeline, and yields its results."""
+
+
+def train(pipe: hp.Pipeline, count: int = 4, begin: int = 0) -> Iterator[Any]:
+    for result in pipe.run(batches(count)[begin:]):
+        yield result.index, result.loss
+    yield pipe.state_dict()
+
+
+def step(pipe: hp.Pipeline) -> Iterator[Any]:
+    for x, y in batches(4):
+        yield pipe.step(x, y)
+    yield pipe.state_dict()
+
+
+def evaluate(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Evaluate and predict between the results of a run."""
+    for result in pipe.run(batches(4)):
+        yield result.loss
+        if result.index == 1:
+            evaluation = pipe.evaluate(batches(3), {"mean": lambda out, y: out.mean()})
+            yield evaluation.loss, evaluation.metrics["mean"]
+        if result.index == 2:
+            yield from pipe.predict_batches(x for x, _ in batches(4))
+            yield pipe.predict(batches(1)[0][0][:5])
+    yield pipe.state_dict()
+
+
+def read(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Read, save, and load values between mini-batches."""
+    yield pipe.step(*batches(1)[0])
+    yield pipe.state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        pipe.save(folder)
+        saved = hp.checkpoint.load(folder)
+        yield {
+            f"{role} {name}": value
+            for role, tensors in saved.tensors.items()
+            for name, value in tensors.items()
+        }
+        yield pipe.step(*batches(2)[1])
+        pipe.restore(folder)
+        yield pipe.step(*batches(2)[1])
+    yield pipe.state_dict()
+
+
+def differentiate(pipe: hp.Pipeline) -> Iterator[Any]:
+    for x, y in batches(3):
+        yield pipe.gradients(x, y)
+        yield pipe.step(x, y)
+    yield pipe.state_dict()
+
+
+def diagnose(pipe: hp.Pipeline) -> Iterator[Any]:
+    for x, y in batches(2):
+        yield pipe.step(x, y)
+        assert not pipe.diagnose(x, y).blames_device
+    yield pipe.state_dict()
+
+
+def fit(pipe: hp.Pipeline) -> Iterator[Any]:
+    history = pipe.fit(batches(3), 2, eval_data=batches(2))
+    for row in history.epochs:
+        yield row.loss, row.eval_loss
+    yield pipe.state_dict()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. `members` as for `pipelines.pipeline`, or "" if the planner chooses the plan;
+    `count` members are in the crew."""
+
+    members: str | Sequence[str | Sequence[str]]
+    count: int
+    options: Mapping[str, Any]
+    script: Script = train
+    make: Callable[[], nn.Module] = make_plain
+
+    @property
+    def streams(self) -> bool:
+        return self.options["schedule"] in ("pipedream", "asp")
+
+    @property
+    def used(self) -> list[str]:
+        """The members with layers."""
+        if not self.members:
+            return [f"m{n}" for n in range(self.count) if f"m{n}" not in self.options["spares"]]
+        places = [f"m{n}" for n in self.members] if isinstance(self.members, str) else self.members
+        names = [(place,) if isinstance(place, str) else place for place in places]
+        return sorted({name for place in names for name in place})
+
+
+def _case(members: Any, count: int, schedule: str, **options: Any) -> Case:
+    own = {name: options.pop(name) for name in ("script", "make") if name in options}
+    spares = [f"m{n}" for n in range(count)][-1:] if options.pop("spare", False) else []
+    every = options.pop("snapshot_every", 2)
+    options = {"schedule": schedule, "spares": spares, "snapshot_every": every, **options}
+    return Case(members, count, options, **own)
+
+
+MIXED = ["m0", ("m1", "m2")]
+CASES: dict[str, Case] = {
+    "1f1b": _case("01", 2, "1f1b"),
+    "1f1b-spare": _case("012", 4, "1f1b", spare=True),
+    "1f1b-steps": _case("012", 3, "1f1b", script=step, snapshot_every=3),
+    "gpipe": _case("012", 3, "gpipe"),
+    "gpipe-spare": _case("01", 3, "gpipe", spare=True),
+    "interleaved": _case("0101", 2, "interleaved"),
+    "interleaved-spare": _case("0101", 3, "interleaved", spare=True),
+    "zb-h1": _case("012", 4, "zb-h1", spare=True),
+    "pipedream": _case("012", 3, "pipedream"),
+    "pipedream-spare": _case("012", 4, "pipedream", spare=True),
+    "pipeoptim": _case("012", 3, "pipedream", weights="pipeoptim"),
+    "pipeoptim-spare": _case("012", 4, "pipedream", spare=True, weights="pipeoptim"),
+    "asp": _case([("m0", "m1", "m2")], 3, "asp", microbatches=1),
+    "asp-spare": _case([("m0", "m1")], 3, "asp", spare=True, microbatches=1, make=make_tied),
+    "data-parallel": _case("", 2, "data-parallel", make=make_tied),
+    "data-parallel-cut": _case("", 3, "data-parallel", cuts=[2], make=make_tied),
+    "data-parallel-spare": _case("", 3, "data-parallel", spare=True, make=make_tied),
+    "mixed": _case(MIXED, 3, "1f1b", make=make_tied),
+    "mixed-spare": _case(MIXED, 4, "1f1b", spare=True),
+    "tied": _case("012", 3, "1f1b", make=make_tied),
+    "tied-pipedream": _case("012", 4, "pipedream", spare=True, make=make_tied),
+    "accumulated": _case("012", 3, "1f1b", accumulate=2),
+    "accumulated-spare": _case("01", 3, "gpipe", spare=True, accumulate=2),
+    "clipped": _case("012", 3, "1f1b", clip_norm=0.1),
+    "evaluated": _case("012", 3, "1f1b", script=evaluate),
+    "evaluated-stream": _case("012", 4, "pipedream", spare=True, script=evaluate),
+    "read": _case("012", 3, "1f1b", script=read),
+    "read-stream": _case("012", 4, "pipedream", spare=True, script=read),
+    "gradients": _case("012", 3, "1f1b", script=differentiate),
+    "diagnosed": _case("01", 3, "1f1b", spare=True, script=diagnose),
+    "fit": _case("012", 3, "1f1b", script=fit),
+}
+
+
+class Break(NamedTuple):
+    """A break of a worker at a moment; `kind` as in `breaking`.
+
+    A negative moment is a time during the start of a worker, in ticks.
+    """
+
+    member: str
+    kind: str
+    moment: int
+
+
+@dataclass
+class Run:
+    """A training that has ended."""
+
+    notes: list[Noted] = field(default_factory=list)
+    lost: tuple[hp.Lost, ...] = ()
+    moments: dict[str, list[str]] = field(default_factory=dict)
+    """By member, the moments of the workers that remain at the end."""
+    broken_s: list[float] = field(default_factory=list)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from the first loss to the next result."""
+        return min(
+            (note.time_s - self.broken_s[0] for note in self.notes if note.losses), default=math.nan
+        )
+
+
+def opened(case: Case, crew: Crew, **options: Any) -> hp.Pipeline:
+    """Open a pipeline whose costs say that layers take long and messages no time."""
+    task = case.make(), nn.functional.cross_entropy, batches(1)[0]
+    captured = shared(*task)
+    options = {
+        "microbatches": 4, "survive": "auto", "optimizer": hp.optim.adamw(lr=1e-2), **case.options,
+        **options,
+    }  # fmt: skip
+    if not case.members:
+        return hp.Pipeline(*task, cluster=crew.cluster, crew=crew, captured=captured, **options)
+    costs = _costs(captured, crew, SAMPLES // options["microbatches"])
+    return pipeline(crew, *task, case.members, costs=costs, **options)
+
+
+def _costs(captured: Captured, crew: Crew, samples: int) -> CostTable:
+    graph = captured.layer_graph(samples)
+    costs = free_table("case", graph, crew.cluster.ids, "modelled")
+    layers = (LayerCost(samples, samples, 0.0),) * len(graph)
+    rows = {id: replace(row, layers=layers) for id, row in costs.devices.items()}
+    return replace(costs, devices=rows)
+
+
+def _profile(
+    captured: Captured, crew: Crew, optimizer: Any, sizes: Sequence[int], **how: Any
+) -> dict[int, CostTable]:
+    return {samples: _costs(captured, crew, samples) for samples in sizes}
+
+
+def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
+    """Run a training, and break it: the first break in the first crew, and so on."""
+    found, left = Run(), [*breaks]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def arm(crew: Crew) -> None:
+            asked = left.pop(0) if left else Break("", "", 0)
+            note = Path(folder, str(len(breaks) - len(left)))
+            if asked.moment < 0:
+                _kill_at_start(crew, asked, note)
+            none: tuple[Any, ...] = "", 0
+            arms = dict.fromkeys(crew.cluster.ids, none)
+            if asked.member in arms and asked.moment >= 0:
+                arms[asked.member] = asked.kind, asked.moment, str(note)
+            crew.begin_each("breaking:arm", arms)
+
+        with _starting(arm), _crew_of(case) as crew, opened(case, crew, **options) as pipe:
+            arm(crew)
+            for value in case.script(pipe):
+                found.notes.append(Noted(time.monotonic(), value, len(pipe.lost)))
+            found.lost = pipe.lost
+            last = pipe._crew
+            arms = dict.fromkeys(last.cluster.ids, ())
+            found.moments = last.call_each("breaking:moments", arms)
+        for file in sorted(Path(folder).iterdir()):
+            found.broken_s.append(float(file.read_text()))
+    return found
+
+
+def _crew_of(case: Case, names: Sequence[str] = ()) -> Crew:
+    ids = names or [f"m{n}" for n in range(case.count)]
+    members = tuple(Member(name, DEVICE) for name in ids)
+    return Crew.start(Cluster(members, transport="shared-memory"))
+
+
+def _kill_at_start(crew: Crew, asked: Break, note: Path) -> None:
+    """Kill a worker that starts, some ticks after its process exists."""
+
+    def kill() -> None:
+        fleet: Any = crew._fleet
+        number = crew.cluster.ids.index(asked.member)
+        while len(fleet._children) <= number or fleet._children[number].pid is None:
+            time.sleep(TICK_S / 10)
+        time.sleep(TICK_S * -asked.moment)
+        note.write_text(str(time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.kill(fleet._children[number].pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+@contextmanager
+def _starting(arm: Callable[[Crew], None]) -> Iterator[None]:
+    """Call `arm` with each crew that starts after a loss."""
+
+    class Armed(Crew):
+        @classmethod
+        def start(cls, *args: Any, **options: Any) -> Crew:  # type: ignore[override]
+            crew = Crew.start(*args, **options)
+            arm(crew)
+            return crew
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survival, "Crew", Armed)
+        patch.setattr(planning, "profile", _profile)
+        patch.setattr(absent, "FIRST_S", NEVER_S)
+        yield
+
+
+@cache
+def undisturbed(name: str) -> Run:
+    """Return the run of a case without a break."""
+    return run(CASES[name])
+
+
+def problems(name: str, found: Run, breaks: Sequence[Break]) -> list[str]:
+    """Return in words what is wrong with a broken run."""
+    case, whole, texts = CASES[name], undisturbed(name), []
+    if len(found.broken_s) != len(breaks):
+        texts.append(f"{len(found.broken_s)} of {len(breaks)} breaks have happened")
+    lost = [member for event in found.lost for member in event.members]
+    if lost != [each.member for each in breaks[: len(found.broken_s)]]:
+        texts.append(f"lost {lost}")
+    if len(found.notes) != len(whole.notes):
+        texts.append(f"{len(found.notes)} results instead of {len(whole.notes)}")
+    exact = len(lost) <= len(case.options["spares"])
+    first = [note.value for note in whole.notes]
+    then = continued(case, found.lost) if case.streams and not exact else first
+    has_changed = False
+    for number, (note, *values) in enumerate(zip(found.notes, first, then, strict=False)):
+        # A result may have been collected before the loss, and be given to the caller after it.
+        ends = number == len(first) - 1
+        distances = [difference(note.value, value, exact) for value in values]
+        may = [
+            *([] if has_changed or ends else distances[:1]),
+            *(distances[1:] * bool(note.losses)),
+        ]
+        if min(may or distances[:1]):
+            texts.append(f"result {number} differs by {distances}")
+            break
+        has_changed = bool(distances[0])
+    return texts
+
+
+def continued(case: Case, lost: Sequence[hp.Lost]) -> list[Any]:
+    """Return the results of a training that continues from checkpoints at the same mini-batches,
+    with the same plans."""
+    places = [(event.step - event.replayed, event.plan) for event in lost]
+    key = repr((case, places))
+    if key not in _continued:
+        _continued[key] = _continue(case, places)
+    return _continued[key]
+
+
+_continued: dict[str, list[Any]] = {}
+
+
+def _continue(case: Case, places: Sequence[tuple[int, Plan]]) -> list[Any]:
+    values: list[Any] = []
+    options: dict[str, Any] = {}
+    names: Sequence[str] = ()
+    begin = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for n in range(len(places) + 1):
+            end = places[n][0] if n < len(places) else len(batches(4))
+            with _crew_of(case, names) as crew, opened(case, crew, **options) as pipe:
+                values += [*train(pipe, end, begin)][: -1 if n < len(places) else None]
+                pipe.save(folder, force=True)
+            if n < len(places):
+                begin, plan = places[n]
+                names = [*plan.all_devices, "spare"]
+                options = {"plan": plan, "checkpoint": Path(folder), "spares": []}
+    return values
+
+
+def difference(found: Any, expected: Any, exact: bool) -> float:
+    """Return how much two results differ; 0 if they are equal, or near and need not be `exact`."""
+    pairs = zip(_arrays(found), _arrays(expected), strict=True)
+    most = max(
+        (
+            math.inf if a.shape != b.shape else float((a - b).abs().max())
+            for a, b in pairs
+            if a.numel()
+        ),
+        default=0.0,
+    )
+    return most if math.isnan(most) or most > (0.0 if exact else NEAR) else 0.0
+
+
+def _arrays(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Mapping):
+        return [array for name in sorted(value) for array in _arrays(value[name])]
+    if isinstance(value, (list, tuple)):
+        return [array for each in value for array in _arrays(each)]
+    return [torch.as_tensor(value).double()]

@@ -1,0 +1,49 @@
+"""A training has an undisturbed one's results if workers break at any moment; see also
+`break_workers.py`."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from broken_cases import CASES, Break, problems, run, undisturbed
+
+DRAWS = 2
+
+
+def drawn(name: str, kind: str, number: int) -> Break:
+    """Return a break of a random worker at a random moment."""
+    chance = random.Random(f"{name} {kind} {number}")
+    member = chance.choice(CASES[name].used)
+    return Break(member, kind, chance.randrange(len(undisturbed(name).moments[member])))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "kind", "number"),
+    [*product(CASES, ("kill", "raise"), range(DRAWS)), *product(CASES, ["stop"], [0])],
+)
+def test_a_training_survives_a_loss(name: str, kind: str, number: int) -> None:
+    breaks = [drawn(name, kind, number)]
+    assert not problems(name, run(CASES[name], breaks), breaks)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "number"),
+    product([name for name, case in CASES.items() if case.count > 2], range(DRAWS)),
+)
+def test_a_training_survives_a_loss_during_a_recovery(name: str, number: int) -> None:
+    first, chance = drawn(name, "kill", number), random.Random(number)
+    moments = run(CASES[name], [first]).moments
+    member = chance.choice([*moments])
+    breaks = [first, Break(member, "kill", chance.randrange(-5, max(len(moments[member]), 1)))]
+    assert not problems(name, run(CASES[name], breaks), breaks)
+
+
+def test_a_training_on_one_device_continues_data_parallelism() -> None:
+    breaks = [Break("m1", "kill", 20)]
+    found = run(CASES["data-parallel"], breaks)
+    assert not problems("data-parallel", found, breaks)
+    assert found.lost[0].plan.all_devices == ("m0",)
