@@ -13,6 +13,7 @@ from hetpipe.pipeline.average import averaged
 from hetpipe.pipeline.facts import Facts
 from hetpipe.pipeline.model_state import load_state
 from hetpipe.pipeline.resume import progress_of, write
+from hetpipe.pipeline.torch_files import DCP
 
 if TYPE_CHECKING:
     import torch
@@ -86,22 +87,32 @@ class Saving(Facts):
                 ),
             )
 
-    def _restore(self, saved: Checkpoint) -> None:
+    def _restore(self, saved: Checkpoint | Path) -> None:
+        if isinstance(saved, Path):
+            from hetpipe.pipeline.torch_import import read_dcp
+
+            saved = read_dcp(saved, self._training, self._state.sources)
         self._training.restore(saved)
         if self._survival is not None:
             self._survival.begin()
 
-    def restore(self, directory: str | Path) -> dict[str, Any]:
+    def restore(self, directory: str | Path, *, format: str | None = None) -> dict[str, Any]:
         """Continue from a checkpoint, with the present plan; return the notes of `save`.
+
+        With `format="dcp"` the folder is of `torch.distributed.checkpoint`, which unpickles files:
+        read only folders that you trust. It has no notes.
 
         Weights, optimizer state and counts become the checkpoint's; later training is lost. Raises
         `CheckpointError` as `load` does; then nothing has changed. If a file was read only in part,
         every later call says so, until a restore succeeds.
         """
         self._autosave.finish()
-        saved = load_checkpoint(user_path(directory, CheckpointError))
+        path = user_path(directory, CheckpointError)
+        if format not in (None, DCP):
+            raise CheckpointError(f"format={format!r} is not known; give {DCP!r}, or leave it out")
+        saved = load_checkpoint(path) if format is None else path
         with self._guard("restore"):
             if not self._training.stages.fault:
                 self._delivery.call("restore", self._delivery.settle_anyway)
             self._delivery.call("restore", lambda: self._restore(saved))
-        return progress_of(saved).notes
+        return {} if isinstance(saved, Path) else progress_of(saved).notes

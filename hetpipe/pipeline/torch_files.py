@@ -27,7 +27,7 @@ PT, SAFETENSORS, DCP = FORMATS = ("pt", "safetensors", "dcp")
 _SUFFIXES = {".pt": PT, ".pth": PT, ".bin": PT, ".safetensors": SAFETENSORS}
 
 _ADAM = {"mean": "exp_avg", "square": "exp_avg_sq", "largest": "max_exp_avg_sq"}
-_STATES: dict[str, Mapping[str, str]] = {
+STATES: dict[str, Mapping[str, str]] = {
     "sgd": {"momentum": "momentum_buffer"},
     "adam": _ADAM,
     "adamw": _ADAM,
@@ -94,7 +94,7 @@ def optimizer_state(
     and a text for each state that torch lacks."""
     import torch
 
-    states, names = saved.tensors[STATE], _STATES.get(progress.optimizer, {})
+    states, names = saved.tensors[STATE], STATES.get(progress.optimizer, {})
     found: dict[str, dict[str, torch.Tensor]] = {}
     kinds = {key.partition("/")[0]: None for key in states}
     for key in states:
