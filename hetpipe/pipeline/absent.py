@@ -41,7 +41,13 @@ class Absent:
         """Return the cluster of the present members without lost ones, and of the members that are
         back, in the first order. Raises `ClusterError` if there is none."""
         here = {member.id: member for member in present.members if member.id not in lost}
-        gone = [id for id in self._cluster.ids if id not in here and id not in self._back]
+        hosts = present.connections
+        silent = [] if hosts is None else [host.name for host in hosts.others.values() if host.lost]
+        gone = [
+            member.id
+            for member in self._cluster.members
+            if member.host in silent or (member.id not in here and member.id not in self._back)
+        ]
         cluster = without(self._cluster, gone)
         members = tuple(here.get(member.id, member) for member in cluster.members)
         return replace(cluster, members=members)

@@ -250,7 +250,7 @@ class Delivery:
             self._rebalancer.follow()
         if (survival := self._survival) is None:
             return
-        if survival.gains:
+        if survival.join_pays:
             self.settle()
             survival.join()
         if survival.due:

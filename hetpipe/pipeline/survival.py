@@ -15,7 +15,7 @@ from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.launcher import start_servers
 from hetpipe.crew.workers import share_operators
-from hetpipe.errors import HetpipeError, PlanError, WorkerError
+from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
@@ -150,7 +150,7 @@ class Survival:
         return is_full or since >= self._every(latest)
 
     @property
-    def gains(self) -> bool:
+    def join_pays(self) -> bool:
         """Whether members that are back should join before the next mini-batch."""
         training, setup = self._training, self._training.setup
         if training.accumulated or not self.absent.look():
@@ -242,9 +242,13 @@ class Survival:
         """Continue on the remaining devices. Raises an error if that is not possible."""
         training, begin_s = self._training, time.monotonic()
         step, why, names = training.steps, str(error), list[str]()
+        tried: tuple[str, ...] = ()
         while True:
             lost, cluster = self._remove_lost(error)
-            names += lost
+            if cluster.ids == tried:  # the same workers did not start
+                raise error
+            tried = cluster.ids
+            names += [name for name in lost if name not in names]
             try:
                 self._renew(cluster)
                 replayed = training.replay(self._snapshot_again)
@@ -273,15 +277,18 @@ class Survival:
             self._raised_at = position
             if self._raised == TRIES:
                 raise WorkerError(
-                    f"{error}; this was the {TRIES}th error at the same mini-batch, so no device "
-                    "is to blame"
+                    f"{error}; this was error {TRIES} at the same mini-batch, so no device is to "
+                    "blame"
                 ) from error
         self.absent.lose(lost)
-        if len(lost) == len(crew.cluster.members) and not self.absent.back:
+        try:
+            cluster = self.absent.cluster(crew.cluster, lost)
+        except ClusterError:
             raise WorkerError(f"{error}; no device is left to continue") from error
-        cluster = self.absent.cluster(crew.cluster, lost)
         self.absent.join()
-        return lost, cluster
+        silent = [id for id in crew.cluster.ids if id not in (*lost, *cluster.ids)]
+        self.absent.lose(silent)
+        return lost + silent, cluster
 
     def _renew(self, cluster: Cluster) -> None:
         """Start workers on a cluster, and load the latest snapshot on them."""
