@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import shared
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import load as load_dcp
@@ -62,7 +63,7 @@ def train(crew: Crew, folder: Path, model: nn.Module, rule: Any, **options: Any)
     loss_fn = options.pop("loss_fn", nn.functional.cross_entropy)
     with hp.Pipeline(
         model, loss_fn, (X, Y), cluster=crew.cluster, crew=crew, optimizer=rule, cuts=[2],
-        microbatches=1, schedule="1f1b", **options,
+        microbatches=1, schedule="1f1b", captured=shared(model, loss_fn, (X, Y)), **options,
     ) as pipe:  # fmt: skip
         for _ in range(2):
             pipe.step(X, Y)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import shared
 from test_torch_files import PAIRS, P, Scaled, Tied, X, Y, run, train
 from torch import nn
 from torch.distributed.checkpoint import save as save_dcp
@@ -24,7 +25,8 @@ def open_pipeline(crew: Crew, rule: Any = None, **options: Any) -> hp.Pipeline:
     loss_fn = options.pop("loss_fn", nn.functional.cross_entropy)
     return hp.Pipeline(
         Tied(1), loss_fn, (X, Y), cluster=crew.cluster, crew=crew, cuts=[2], microbatches=1,
-        optimizer=rule or hp.optim.adamw(**P), schedule="1f1b", **options,
+        optimizer=rule or hp.optim.adamw(**P), schedule="1f1b",
+        captured=shared(Tied(1), loss_fn, (X, Y)), **options,
     )  # fmt: skip
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,6 +162,61 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path, kind: str) -> None:
         Series(folder, 2).hold()
     with pytest.raises(CheckpointError, match=r"file.*give the folder that a checkpoint"):
         checkpoint.load(folder)
+
+
+TOUCH = {"open", "mkdir", "write", "flush", "fsync", "close", "replace", "unlink", "link", "rmdir"}
+"""C functions through which a save touches the disk."""
+
+
+@pytest.mark.slow
+def test_a_save_killed_anywhere_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    """The save links an unchanged file, and removes the only checkpoint before it."""
+
+    def save(series: Series, step: int) -> None:
+        arrays = {"frozen": np.ones(9), "head": np.full(3, float(step))}
+        series.save({"param": arrays}, {"step": step})
+
+    (first := Series(tmp_path / "first", 1)).hold()
+    save(first, 1)
+    save(first, 2)  # divides the file
+    steps: list[int] = []
+    while True:
+        directory = tmp_path / str(len(steps))
+        shutil.copytree(first.directory, directory)
+        child = os.fork()
+        if child == 0:
+            series, events = Series(directory, 1), 0
+            series.hold()
+
+            def kill(frame: object, event: str, function: Any) -> None:
+                nonlocal events
+                if event == "c_return" and function.__name__ in TOUCH:
+                    if events == len(steps):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    events += 1
+
+            sys.setprofile(kill)
+            save(series, 3)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        saved = checkpoint.load(directory)
+        steps.append(saved.manifest["step"])
+        assert saved.tensors["param"]["head"].tolist() == [steps[-1]] * 3
+        assert saved.tensors["param"]["frozen"].tolist() == [1] * 9
+        if status == 0:
+            break
+        (again := Series(directory, 1)).hold()
+        save(again, 4)
+        again.release()
+        assert checkpoint.load(directory).manifest["step"] == 4
+        assert os.listdir(directory) == ["step-00000004"]
+        shutil.rmtree(directory)
+    first.release()
+    assert steps == sorted(steps)
+    assert steps[-1] == 3
+    assert steps.count(2) >= 10
+    assert steps.count(3) >= 10
 
 
 def test_a_folder_has_a_valid_checkpoint_at_every_moment(series: Series) -> None:
