@@ -115,6 +115,10 @@ class Door:
         """The refused callers, each with the reason."""
         return [*self._refused]
 
+    def is_closed(self) -> bool:
+        """Whether this host listens no longer."""
+        return self._closing
+
     def close(self) -> None:
         self._closing = True
         shut(self._server)

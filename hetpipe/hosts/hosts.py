@@ -77,6 +77,7 @@ class RemoteHost:
         self.address = stream.socket.getsockname()[0]  # ours, as this host reaches us
         self.crews: dict[int, CrewEnd] = {}
         self.lost = ""
+        self.on_lost: Callable[[], None] = lambda: None
         self._numbers = itertools.count(1)
         self._answers: dict[int, SimpleQueue[Answer]] = {}
         self.connection = Connection(stream, facts.name)
@@ -163,6 +164,7 @@ class RemoteHost:
             crew.lost(str(error))
         if not self.crews:
             logger.warning("%s", error)
+        self.on_lost()
 
 
 class CrewEnd(Protocol):
@@ -179,10 +181,16 @@ class Hosts:
     def __init__(
         self, own: Facts, door: Door, wires: Wires, secret: bytes, others: Sequence[RemoteHost]
     ) -> None:
+        """`others` grows when a lost host returns."""
         self.own, self.door, self.wires, self.secret = own, door, wires, secret
-        self.others: Mapping[str, RemoteHost] = {other.name: other for other in others}
+        self._others = others
         self._crews = itertools.count(1)
-        self._finalize = weakref.finalize(self, _close, door, tuple(others))
+        self._finalize = weakref.finalize(self, _close, door, others)
+
+    @property
+    def others(self) -> dict[str, RemoteHost]:
+        """The other hosts by name: each as it came last, and perhaps lost."""
+        return {other.name: other for other in self._others}
 
     def close(self) -> None:
         """Tell the agents that they are needed no longer, or that the present error ends them."""
@@ -272,19 +280,20 @@ class Gathering:
     """Agents that have called, until all are there."""
 
     def __init__(self) -> None:
-        self._others: list[RemoteHost] = []  # some may be lost by now
+        self.all: list[RemoteHost] = []
+        """In the order of their calls; some may be lost by now."""
         # Held while the list changes; the waiting thread is woken for each agent.
         self._changed = threading.Condition()
 
     def add(self, meet: Callable[[list[str]], RemoteHost]) -> None:
         """Add the host that `meet` returns for the names of the present ones."""
         with self._changed:
-            self._others.append(meet(self.names))
+            self.all.append(meet(self.names))
             self._changed.notify_all()
 
     @property
     def others(self) -> list[RemoteHost]:
-        return [other for other in self._others if not other.lost]
+        return [other for other in self.all if not other.lost]
 
     @property
     def names(self) -> list[str]:
@@ -293,7 +302,7 @@ class Gathering:
     def wait(
         self, count: int, limit_s: float, door: Door, names: Sequence[str] = ()
     ) -> list[RemoteHost]:
-        """Wait for `count` agents at a door.
+        """Wait for `count` agents at a door. Return the list that gets the hosts of later calls.
 
         Raises `ClusterError` with the names that came in time, the others of `names`, and the
         callers that were refused.
@@ -309,4 +318,5 @@ class Gathering:
                     f"({came}): start an agent on each of the others, or {few}"
                     f"{refused}"
                 )
-            return sorted(self.others, key=lambda other: other.name)
+            self.all[:] = sorted(self.others, key=lambda other: other.name)
+            return self.all

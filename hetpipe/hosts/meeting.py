@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -30,6 +32,8 @@ KEY = "hetpipe/door"
 FAILED = b"failed"
 """The controller's address if it has none."""
 RETRY_S = 0.2
+RETURN_S = 5.0
+"""Seconds between two calls of a lost agent that stays."""
 
 JOIN, CONTROL, WIRE = "join", "control", "wire"
 """Why a host calls: an agent calls its controller, a controller an agent that stays, a worker the
@@ -169,19 +173,20 @@ def gather(
 ) -> Hosts:
     """Listen on an address until the agents of `count` - 1 other hosts have called.
 
-    `names` has the names of all hosts; without it any host may come. Raises `ClusterError` if the
-    address cannot be used, without a secret, or after `limit_s`.
+    `names` has the names of all hosts; without it any host may come. Afterwards a lost host may
+    return with its name. Raises `ClusterError` if the address cannot be used, without a secret, or
+    after `limit_s`.
     """
-    facts, wires, gathering = own_facts(name), Wires(), Gathering()
+    facts, wires, gathering, known = own_facts(name), Wires(), Gathering(), [*names]
     if reason := _strange(facts.name, names):
         raise ClusterError(f"{reason}; give this host's name in the cluster")
     secret = find_secret(loopback=is_loopback(address[0]))
 
     def check(greeting: Greeting) -> str:
-        if reason := _strange(greeting.facts.name, names):
-            return reason
         if len(gathering.names) >= count - 1:
             return f"all {count} hosts have met already"
+        if reason := _strange(greeting.facts.name, known):
+            return reason
         if greeting.call.rank:
             return ""  # gets another name
         return _refusal(greeting.facts.name, [facts.name, *gathering.names])
@@ -195,6 +200,7 @@ def gather(
         listening(door)
         absent = [each for each in names if each != facts.name]
         others = gathering.wait(count - 1, limit_s, door, absent)
+        known[:] = [facts.name, *gathering.names]
     except BaseException:
         door.close()
         dismiss(gathering.others, failed=True)
@@ -227,7 +233,10 @@ def _remote(stream: TlsStream, greeting: Greeting, names: Sequence[str]) -> Remo
 
 
 def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Hosts:
-    """Dial agents that stay. Raises `ClusterError` if one is absent or busy."""
+    """Dial agents that stay. A lost one is dialed again and again, until it returns.
+
+    Raises `ClusterError` if one is absent or busy.
+    """
     secret = find_secret(loopback=all(is_loopback(host) for host, _ in addresses))
     facts, wires = own_facts(name), Wires()
     others: list[RemoteHost] = []
@@ -242,7 +251,32 @@ def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Ho
     except BaseException:
         dismiss(others, failed=True)
         raise
+    for other in others:
+        _await_return(other, others, door, partial(dial, other.door, secret, facts, Call(CONTROL)))
     return Hosts(facts, door, wires, secret, others)
+
+
+def _await_return(
+    host: RemoteHost,
+    others: list[RemoteHost],
+    door: Door,
+    dial_again: Callable[[], tuple[TlsStream, Facts]],
+) -> None:
+    """Once an agent that stays is lost, dial it until it is there again, or the door is closed."""
+
+    def run() -> None:
+        while not door.is_closed():
+            time.sleep(RETURN_S)
+            with suppress(OSError, ClusterError):
+                stream, facts = dial_again()
+                again = RemoteHost(stream, replace(facts, name=host.name), host.door)
+                _await_return(again, others, door, dial_again)
+                others.append(again)
+                if door.is_closed():
+                    dismiss([again], failed=False)
+                return
+
+    host.on_lost = threading.Thread(target=run, name=f"hetpipe dial {host.name}", daemon=True).start
 
 
 def call(

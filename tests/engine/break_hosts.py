@@ -150,7 +150,7 @@ def _command(process: int) -> str:
     return ""
 
 
-def _signal(number: int, host: str, kind: str) -> Callable[[Run], None]:
+def send_signal(number: int, host: str, kind: str) -> Callable[[Run], None]:
     def send(run: Run) -> None:
         if kind == "worker":
             eventually(lambda: bool(run.workers(host)), LATEST_S)
@@ -183,7 +183,7 @@ def _full_after_meeting(run: Run) -> None:
     eventually(lambda: run.phase == "save", LATEST_S)
 
 
-def _fill_disks_of_agent(run: Run) -> None:
+def fill_disks_of_agent(run: Run) -> None:
     """Put full disks in the place of the folders to which an agent and its workers may write."""
     for folder in (cache_folder("costs").parent, *map(Path, ("/tmp", "/var/tmp", "/dev/shm"))):
         inside = "nsenter", "--mount", "--target", str(run.training[H1].pid)
@@ -249,18 +249,18 @@ def _agent(version: str, environment: dict[str, str]) -> Callable[[Run], subproc
 
 
 EVENTS: dict[str, Event | Strain | Intruder] = {
-    "kill-worker": _ends_h0(QUICK_S, _signal(signal.SIGKILL, H1, "worker")),
-    "kill-agent": _ends_h0(QUICK_S, _signal(signal.SIGKILL, H1, "main")),
-    "kill-controller": _ends_h1(QUICK_S, _signal(signal.SIGKILL, H0, "main")),
-    "ctrl-c-agent": _ends_h0(QUICK_S, _signal(signal.SIGINT, H1, "main")),
-    "ctrl-c-controller": _ends_h1(QUICK_S, _signal(signal.SIGINT, H0, "main")),
-    "stop-worker": _ends_h0(STOPPED_S, _signal(signal.SIGSTOP, H1, "worker")),
-    "stop-agent": _ends_h0(STOPPED_S, _signal(signal.SIGSTOP, H1, "main")),
-    "stop-controller": _ends_h1(STOPPED_S, _signal(signal.SIGSTOP, H0, "main")),
+    "kill-worker": _ends_h0(QUICK_S, send_signal(signal.SIGKILL, H1, "worker")),
+    "kill-agent": _ends_h0(QUICK_S, send_signal(signal.SIGKILL, H1, "main")),
+    "kill-controller": _ends_h1(QUICK_S, send_signal(signal.SIGKILL, H0, "main")),
+    "ctrl-c-agent": _ends_h0(QUICK_S, send_signal(signal.SIGINT, H1, "main")),
+    "ctrl-c-controller": _ends_h1(QUICK_S, send_signal(signal.SIGINT, H0, "main")),
+    "stop-worker": _ends_h0(STOPPED_S, send_signal(signal.SIGSTOP, H1, "worker")),
+    "stop-agent": _ends_h0(STOPPED_S, send_signal(signal.SIGSTOP, H1, "main")),
+    "stop-controller": _ends_h1(STOPPED_S, send_signal(signal.SIGSTOP, H0, "main")),
     "cut": _ends_h0(SILENT_S, _cut),
     "switch-off": _ends_h0(SILENT_S, _switch_off),
     "full-disk": Event(QUICK_S, H0, _full_after_meeting, "No space left"),
-    "full-agent": Strain(_fill_disks_of_agent),
+    "full-agent": Strain(fill_disks_of_agent),
     "load": Strain(_load_machine),
     "suspend": Strain(_suspend),
     "wrong-secret": Intruder(_agent(__version__, OTHER_SECRET), "another secret"),

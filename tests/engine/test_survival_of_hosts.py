@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from agents import hosts
-from crews import Crews
-from test_survival import DEVICE, batches, opened, pid_of, trained
+from agents import end, free_address, hosts, patched_secret, start_agent
+from crews import Crews, eventually
+from test_lost_devices import DEVICE, batches, opened, pid_of, trained
 
 from hetpipe.cluster import Cluster
 from hetpipe.crew import severed
+from hetpipe.crew.agent import serve_once
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.severed import Break, culprit
+from hetpipe.errors import ClusterError
+from hetpipe.hosts.meeting import parse_address
 
 Happen = Callable[[Crew], None]
 Trained = tuple[list[Any], dict[str, torch.Tensor], tuple[Any, ...]]
@@ -95,6 +99,39 @@ def test_a_spare_takes_the_place_of_a_lost_host(crews: Crews, three: Cluster) ->
     (lost,) = found[2]
     assert lost.plan.all_devices == ("m0", "m3", "m2")
     assert re.search(r"host 'h1' .* is lost", lost.why)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_host_that_returns_joins(stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetpipe.pipeline.absent.FIRST_S", 0.0)
+    monkeypatch.setattr("hetpipe.hosts.meeting.RETURN_S", 0.1)
+    address = free_address()
+    how = ("--stay", "--listen") if stays else ("--meet",)
+    where: Any = {"agents": [address]} if stays else {"meet": address, "count": 2}
+    agents = [start_agent(*how, address, "--name", "h1")]
+    devices = [f"h0/{DEVICE}", f"h1/{DEVICE}"]
+    many = itertools.cycle(batches(10))
+    with patched_secret():
+        cluster = Cluster.hosts(**where, name="h0", devices=devices, transport="tcp", limit_s=60)
+    assert cluster.connections is not None
+    try:
+        with Crew.start(cluster) as crew, opened(crew, members=devices) as pipe:
+            pipe.step(*next(many))
+            agents[0].kill()
+            assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(pipe.lost), 30.0)
+            if not stays:
+                with patched_secret(), pytest.raises(ClusterError, match=r"no host .* is 'h2'"):
+                    serve_once(parse_address(address), "h2", 5.0)
+            agents.append(start_agent(*how, address, "--name", "h1"))
+            assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(pipe.joined), 60.0)
+            assert pipe.joined[0].members == (devices[1],)
+            assert pipe.plan.all_devices == tuple(devices)
+            pipe.step(*next(many))
+    finally:
+        cluster.connections.close()
+        for agent in agents:
+            agent.send_signal(signal.SIGINT)
+            end(agent)
 
 
 @pytest.mark.parametrize(
