@@ -14,19 +14,17 @@ from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.launcher import start_servers
-from hetpipe.crew.workers import share_operators
 from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
 from hetpipe.pipeline.copied import values_of
 from hetpipe.pipeline.earlier import GAIN
-from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.resume import Progress
-from hetpipe.pipeline.survivors import plan_for
+from hetpipe.pipeline.survivors import checked_plan, plan_for
 from hetpipe.plan.survival import best_updates
-from hetpipe.words import format_nbytes, words
+from hetpipe.words import format_nbytes
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
@@ -296,29 +294,21 @@ class Survival:
         moment = self._moment(kept)
         self._copies.abandon()
         crew = Crew.start(cluster, start_timeout_s=START_S, wait=False)
-        setup = replace(training.setup, crew=crew)
-        training.setup = setup  # if a member is lost now, it is one of this crew
-        captured, infos = setup.captured, crew.infos
-        share_operators(captured, crew)
+        # If a member is lost now, it is one of this crew.
+        setup = training.setup = replace(training.setup, crew=crew)
         try:
-            plan, costs = self._plan_for(crew.cluster)
-            boards = [board.id for board in crew.cluster.described]
-            sync = captured.sync_batch_norm
-            check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
-        except HetpipeError as error:
-            crew.close()
-            left = words(crew.cluster.ids)
-            raise PlanError(
-                f"the devices that are left ({left}) cannot train the model: {error}"
-            ) from error
-        if moment.scale is not None:
-            training.scaling.restore(moment.scale)
-        training.not_finite = moment.not_finite
-        values = Checkpoint({}, values_of(kept, moment.unread, captured.parts))
-        before = Progress(moment.steps, moment.updates, moment.plan, None, {}, {})
-        updates = before.updates_under(plan)
-        self._since = moment.steps
-        training.renew(replace(setup, plan=plan), values, moment.steps, updates)
+            plan, costs = checked_plan(setup, self._first, training.plan)
+            if moment.scale is not None:
+                training.scaling.restore(moment.scale)
+            training.not_finite = moment.not_finite
+            values = Checkpoint({}, values_of(kept, moment.unread, setup.captured.parts))
+            before = Progress(moment.steps, moment.updates, moment.plan, None, {}, {})
+            self._since = moment.steps
+            setup = replace(setup, plan=plan)
+            training.renew(setup, values, moment.steps, before.updates_under(plan))
+        except BaseException:
+            crew.close()  # nobody else does before the pipeline has it
+            raise
         self._renewed(costs)
 
     def _plan_for(self, cluster: Cluster) -> tuple[Plan, CostTable]:

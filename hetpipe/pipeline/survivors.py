@@ -6,19 +6,39 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetpipe.errors import PlanError
+from hetpipe.crew.workers import share_operators
+from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.pipeline.earlier import GAIN
+from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.options import PlanOptions
 from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, nearest_table
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
+    from hetpipe.pipeline.setup import Setup
+
+
+def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostTable]:
+    """Return the plan for a new crew as `plan_for` does. Raises `PlanError` if it does not fit."""
+    captured, crew, infos = setup.captured, setup.crew, setup.crew.infos
+    share_operators(captured, crew)
+    try:
+        plan, costs = plan_for(captured, crew.cluster, before, present, setup.tables)
+        boards = [board.id for board in crew.cluster.described]
+        sync = captured.sync_batch_norm
+        check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
+    except HetpipeError as error:
+        raise PlanError(
+            f"the devices that are left ({words(crew.cluster.ids)}) cannot train the model: {error}"
+        ) from error
+    return plan, costs
 
 
 def plan_for(

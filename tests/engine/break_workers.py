@@ -37,7 +37,7 @@ def breaks_of(name: str, kind: str) -> Iterator[list[Break]]:
 def second_breaks_of(name: str, kind: str, chance: random.Random) -> Iterator[list[Break]]:
     """Yield, after one random first break, a second one at every moment of every other worker."""
     case = CASES[name]
-    if case.count < 3:
+    if not case.can_lose_two:
         return
     (first,) = chance.choice([*breaks_of(name, kind)])
     for member, moments in run(case, [first]).moments.items():

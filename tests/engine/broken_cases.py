@@ -170,6 +170,11 @@ class Case:
         return self.options["schedule"] in ("pipedream", "asp")
 
     @property
+    def can_lose_two(self) -> bool:
+        """Whether the results after two losses are known."""
+        return self.count > 2 and (not self.streams or self.script is train)
+
+    @property
     def used(self) -> list[str]:
         """The members with layers."""
         if not self.members:
@@ -238,6 +243,8 @@ class Break(NamedTuple):
 class Run:
     """A training that has ended."""
 
+    plan: Plan
+    """The first plan."""
     notes: list[Noted] = field(default_factory=list)
     lost: tuple[hp.Lost, ...] = ()
     moments: dict[str, list[str]] = field(default_factory=dict)
@@ -282,7 +289,7 @@ def _profile(
 
 def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
     """Run a training, and break it: the first break in the first crew, and so on."""
-    found, left = Run(), [*breaks]
+    left = [*breaks]
     with tempfile.TemporaryDirectory() as folder:
 
         def arm(crew: Crew) -> None:
@@ -296,8 +303,9 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
                 arms[asked.member] = asked.kind, asked.moment, str(note)
             crew.begin_each("breaking:arm", arms)
 
-        with _starting(arm), _crew_of(case) as crew, opened(case, crew, **options) as pipe:
+        with starting(arm), _crew_of(case) as crew, opened(case, crew, **options) as pipe:
             arm(crew)
+            found = Run(pipe.plan)
             for value in case.script(pipe):
                 found.notes.append(Noted(time.monotonic(), value, len(pipe.lost)))
             found.lost = pipe.lost
@@ -332,7 +340,7 @@ def _kill_at_start(crew: Crew, asked: Break, note: Path) -> None:
 
 
 @contextmanager
-def _starting(arm: Callable[[Crew], None]) -> Iterator[None]:
+def starting(arm: Callable[[Crew], None]) -> Iterator[None]:
     """Call `arm` with each crew that starts after a loss."""
 
     class Armed(Crew):
@@ -358,30 +366,39 @@ def undisturbed(name: str) -> Run:
 def problems(name: str, found: Run, breaks: Sequence[Break]) -> list[str]:
     """Return in words what is wrong with a broken run."""
     case, whole, texts = CASES[name], undisturbed(name), []
-    if len(found.broken_s) != len(breaks):
-        texts.append(f"{len(found.broken_s)} of {len(breaks)} breaks have happened")
+    if breaks and not found.broken_s:  # a second moment may come after the end
+        texts.append("no break has happened")
     lost = [member for event in found.lost for member in event.members]
     if lost != [each.member for each in breaks[: len(found.broken_s)]]:
         texts.append(f"lost {lost}")
     if len(found.notes) != len(whole.notes):
         texts.append(f"{len(found.notes)} results instead of {len(whole.notes)}")
-    exact = len(lost) <= len(case.options["spares"])
-    first = [note.value for note in whole.notes]
-    then = continued(case, found.lost) if case.streams and not exact else first
-    has_changed = False
-    for number, (note, *values) in enumerate(zip(found.notes, first, then, strict=False)):
-        # A result may have been collected before the loss, and be given to the caller after it.
-        ends = number == len(first) - 1
-        distances = [difference(note.value, value, exact) for value in values]
-        may = [
-            *([] if has_changed or ends else distances[:1]),
-            *(distances[1:] * bool(note.losses)),
+    exact = all(shape(event.plan) == shape(found.plan) for event in found.lost)
+    after = [[note.value for note in whole.notes]] * (len(found.lost) + 1)  # by number of losses
+    if case.streams and not exact:
+        for count in range(1, len(after)):
+            after[count] = continued(case, found.lost[:count])
+    losses = 0
+    for number, note in enumerate(found.notes):
+        # A result may have been collected before a loss, and be given to the caller after it. The
+        # last one has the final weights.
+        losses = note.losses if number == len(whole.notes) - 1 else losses
+        near = [
+            count
+            for count in range(losses, note.losses + 1)
+            if not difference(note.value, after[count][number], exact)
         ]
-        if min(may or distances[:1]):
-            texts.append(f"result {number} differs by {distances}")
+        if not near:
+            distance = difference(note.value, after[note.losses][number], True)
+            texts.append(f"result {number} differs by {distance:.1e}")
             break
-        has_changed = bool(distances[0])
+        losses = near[0]
     return texts
+
+
+def shape(plan: Plan) -> list[tuple[object, ...]]:
+    """Return the parts of a plan that decide the order of sums and the versions of weights."""
+    return [(plan.schedule, stage.lo, len(stage.devices), stage.shares) for stage in plan.stages]
 
 
 def continued(case: Case, lost: Sequence[hp.Lost]) -> list[Any]:

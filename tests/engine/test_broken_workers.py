@@ -32,7 +32,7 @@ def test_a_training_survives_a_loss(name: str, kind: str, number: int) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "number"),
-    product([name for name, case in CASES.items() if case.count > 2], range(DRAWS)),
+    product([name for name, case in CASES.items() if case.can_lose_two], range(DRAWS)),
 )
 def test_a_training_survives_a_loss_during_a_recovery(name: str, number: int) -> None:
     first, chance = drawn(name, "kill", number), random.Random(number)
