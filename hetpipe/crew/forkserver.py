@@ -44,6 +44,9 @@ READ_WHEN_LOADED = (
 )  # fmt: skip
 """Prefixes of the variables that Python, glibc, torch and its libraries read when they are loaded.
 All other variables are set in the worker."""
+READ_WHEN_USED = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Variables that begin so, and that torch sets in this process while a model is captured. They need
+no further server, which would first load torch."""
 
 
 class WorkerProcess:
@@ -179,7 +182,11 @@ def start_worker(
 def server_for(settings: Mapping[str, str]) -> ForkServer:
     """Return the server for workers with `settings`; start the server if necessary."""
     variables = {**os.environ, **settings}
-    early = {name: text for name, text in variables.items() if name.startswith(READ_WHEN_LOADED)}
+    early = {
+        name: text
+        for name, text in variables.items()
+        if name.startswith(READ_WHEN_LOADED) and name not in READ_WHEN_USED
+    }
     key = os.getpid(), tuple(sorted(early.items()))
     with _starting:
         server = _servers.get(key)

@@ -223,7 +223,7 @@ def _survive(chosen: argparse.Namespace, event: Event, whole: Seen) -> tuple[str
         seen = _seen(run)
         problems = []
         lost = re.findall(r"^lost (\S+) (.*)$", seen.text, re.MULTILINE)
-        if [members for members, _ in lost] != ([event.members] if event.members else []):
+        if {members for members, _ in lost} != ({event.members} if event.members else set()):
             problems.append(f"lost {lost}")
         error = max(abs(a - b) / abs(b) for a, b in zip(seen.losses, whole.losses, strict=True))
         errors = [(seen.weights[name] - value).abs().max() for name, value in whole.weights.items()]

@@ -19,6 +19,7 @@ from hetpipe.cluster import Cluster
 from hetpipe.crew import severed
 from hetpipe.crew.agent import serve_once
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.forkserver import server_for
 from hetpipe.crew.severed import Break, culprit
 from hetpipe.errors import ClusterError
 from hetpipe.hosts.meeting import parse_address
@@ -132,6 +133,16 @@ def test_a_host_that_returns_joins(stays: bool, monkeypatch: pytest.MonkeyPatch)
         for agent in agents:
             agent.send_signal(signal.SIGINT)
             end(agent)
+
+
+def test_a_variable_that_torch_sets_itself_starts_no_further_fork_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another server would load torch in the middle of a recovery."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    server = server_for({})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert server_for({}) is server
 
 
 @pytest.mark.parametrize(
