@@ -594,7 +594,7 @@ def save_until(directory, step, stop):
 
         def kill(frame, event, function):
             nonlocal events
-            if event in ("c_call", "c_return") and function.__name__ in TOUCH:
+            if event == "c_return" and function.__name__ in TOUCH:
                 if events == stop:
                     os.kill(os.getpid(), signal.SIGKILL)
                 events += 1
@@ -623,8 +623,8 @@ def test_a_save_killed_anywhere_leaves_the_old_or_the_new_checkpoint(tmp_path):
     assert_holds(directory, 2)
     kept = steps.count(1)
     assert steps == [1] * kept + [2] * (len(steps) - kept)
-    assert kept >= 20
-    assert len(steps) - kept >= 5
+    assert kept >= 10
+    assert len(steps) - kept >= 3
 
 
 @pytest.mark.slow
