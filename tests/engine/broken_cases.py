@@ -308,10 +308,14 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
             found = Run(pipe.plan)
             for value in case.script(pipe):
                 found.notes.append(Noted(time.monotonic(), value, len(pipe.lost)))
+
+            def moments() -> dict[str, list[str]]:
+                ids = pipe._crew.cluster.ids
+                return pipe._crew.call_each("breaking:moments", dict.fromkeys(ids, ()))
+
+            # A worker that broke after its last reply is lost in this call.
+            found.moments = pipe._delivery.call("moments", moments)
             found.lost = pipe.lost
-            last = pipe._crew
-            arms = dict.fromkeys(last.cluster.ids, ())
-            found.moments = last.call_each("breaking:moments", arms)
         for file in sorted(Path(folder).iterdir()):
             found.broken_s.append(float(file.read_text()))
     return found
@@ -332,8 +336,8 @@ def _kill_at_start(crew: Crew, asked: Break, note: Path) -> None:
         while len(fleet._children) <= number or fleet._children[number].pid is None:
             time.sleep(TICK_S / 10)
         time.sleep(TICK_S * -asked.moment)
-        note.write_text(str(time.monotonic()))
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, FileNotFoundError):  # the run has ended
+            note.write_text(str(time.monotonic()))
             os.kill(fleet._children[number].pid, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
