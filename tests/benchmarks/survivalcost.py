@@ -71,9 +71,9 @@ def workload_of(model: str) -> Workload:
     return LARGE.gpt("gpt2") if model == "large" else load_workload(model)
 
 
-def pinned(count: int, device: str = DEVICE) -> Cluster:
+def pinned(devices: Sequence[str]) -> Cluster:
     """Return a cluster whose workers take a core each, in turn."""
-    cluster, cores = Cluster.local(devices=[device] * count), available_cores()
+    cluster, cores = Cluster.local(devices=devices), available_cores()
     members = enumerate(cluster.members)
     return replace(
         cluster, members=tuple(replace(m, cores=(cores[n % len(cores)],)) for n, m in members)
@@ -161,11 +161,11 @@ def counted(pipe: hp.Pipeline) -> Iterator[list[float]]:
 
 
 def main(model: str, minutes: float) -> None:
-    """Print what a step costs more with snapshots, and what memory they take."""
-    with one_thread(), opened(model, pinned(2)) as plain:
+    """Print the added time of a step with snapshots, and the memory that they take."""
+    with one_thread(), opened(model, pinned([DEVICE] * 2)) as plain:
         print(plain.plan, flush=True)
         options = {"plan": plain.plan, "costs": costs_of(plain)}
-        with opened(model, pinned(2), survive="auto", **options) as pipe:
+        with opened(model, pinned([DEVICE] * 2), survive="auto", **options) as pipe:
             steps_of(model, plain, pipe, minutes)
     memory_of(model, options)
 
@@ -201,7 +201,7 @@ def steps_of(model: str, plain: hp.Pipeline, pipe: hp.Pipeline, minutes: float) 
 
 
 def memory_of(model: str, options: Mapping[str, Any]) -> None:
-    """Print the memory of snapshots: that of processes with them, less that of others without."""
+    """Print the memory of processes with snapshots, less the memory of others without them."""
     found: list[list[float]] = []
     for own in ({}, {"survive": "auto", "snapshot_every": 2}):
         code = "import benchmarks.survivalcost as c; c.print_memory()"
@@ -226,7 +226,7 @@ def print_memory() -> None:
     """Print the memory of this process and of its workers after some snapshots, then the sizes of
     snapshots and kept mini-batches. The standard input has a model and options."""
     model, options = pickle.load(sys.stdin.buffer)
-    with one_thread(), opened(model, pinned(2), **options) as pipe:
+    with one_thread(), opened(model, pinned([DEVICE] * 2), **options) as pipe:
         block_s(pipe, batches_of(model), WARM_UP)
         own, *others = of_all(pipe, memory)
         workers = (sum(each) for each in zip(*others, strict=True))

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import hetpipe as hp
-from benchmarks.survivalcost import batches_of, block_s, compare, opened, pinned
+from benchmarks.survivalcost import DEVICE, batches_of, block_s, compare, opened, pinned
 from hetpipe.cluster.parts import without
 from hetpipe.pipeline import absent, survival
 from hetpipe.pipeline.journal import Recorded
@@ -25,10 +25,10 @@ from hetpipe.pipeline.survival import Survival
 from hetpipe.profile.clock import spread_of
 from hetpipe.train.training import one_thread
 
-WORKERS = 3
+DEVICES = [DEVICE] * 3
 WARM_UP = 6
 WITHIN = 4.0
-"""A worker is killed within so many steps after the warm-up."""
+"""A worker is killed within this number of steps after the warm-up."""
 BLOCK, PAIRS_S = 20, 60.0
 """The steps of a block, and the seconds of all pairs of blocks."""
 PLACES: dict[str, tuple[Any, str]] = {
@@ -94,7 +94,7 @@ def pid_of(pipe: hp.Pipeline, member: str) -> int | None:
 
 
 def recover(pipe: hp.Pipeline, batches: Iterator[Any], member: str, after_s: float) -> Recovery:
-    """Kill a member's worker after some seconds of a run, and return what follows."""
+    """Kill a member's worker after some seconds of a run, and return the phases that follow."""
     killed, spans, pid = list[float](), Spans(), pid_of(pipe, member)
     assert pid is not None
 
@@ -133,10 +133,10 @@ def main(model: str, losses: int, seed: int) -> None:
     """Print the seconds after losses, and the steps after the last loss."""
     draw, batches, found = random.Random(seed), batches_of(model), []
     with one_thread(), patch.object(absent, "FIRST_S", 1e9):  # a lost worker stays away
-        cluster = pinned(WORKERS)
-        for number in range(-WORKERS, losses):
+        cluster = pinned(DEVICES)
+        for number in range(-len(DEVICES), losses):
             with opened(model, cluster, survive="auto") as pipe:
-                if number == -WORKERS:
+                if number == -len(DEVICES):
                     print(pipe.plan, flush=True)
                 step_s = block_s(pipe, batches, WARM_UP)
                 # The first loss of each member fills the caches, and does not count.
@@ -161,8 +161,7 @@ def main(model: str, losses: int, seed: int) -> None:
 
 def afterwards(model: str, pipe: hp.Pipeline, batches: Iterator[Any]) -> None:
     """Compare steps of a recovered pipeline with steps of a new one on the remaining devices."""
-    cluster = pipe._training.setup.crew.cluster
-    left = without(pinned(WORKERS), [id for id in pinned(WORKERS).ids if id not in cluster.ids])
+    left = without(pinned(DEVICES), pipe.lost[0].members)
     with opened(model, left, survive="auto") as fresh:
         print(f"recovered: {pipe.plan}\nfresh: {fresh.plan}", flush=True)
         for each in (pipe, fresh):
