@@ -189,8 +189,8 @@ class Workers:
 
     @property
     def raised(self) -> bool:
-        """Whether an error in a lost member's worker was reported, and it has not just ended."""
-        return self._control.raised
+        """Whether an open device's worker reported an error; it has not just ended."""
+        return self._opened is not None and self._control.raised
 
     def close(self) -> None:
         """End all workers; safe to call twice. Does nothing in a fork of the process."""

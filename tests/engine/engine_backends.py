@@ -1,8 +1,8 @@
 """Backends that misbehave, and functions that tests call in workers.
 
 `faulty:raise:0` raises in its third run, `faulty:slow:0` takes two seconds for it, `faulty:hang:0`
-never ends it and `faulty:die:0` kills its process there. `faulty:shut:0` cannot be opened.
-`faulty:good:0` is numpy.
+never ends it and `faulty:die:0` kills its process there. `faulty:shut:0` cannot be opened, nor
+`faulty:away:0` while the file exists that the option `away` names. `faulty:good:0` is numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
@@ -24,18 +26,23 @@ from hetpipe.sdk.backend import Buffer
 from hetpipe.sdk.graph import graph_structure, resolve_operator
 from hetpipe.sdk.info import DeviceInfo
 
-KINDS = ("good", "raise", "hang", "slow", "die", "shut")
+KINDS = ("good", "raise", "hang", "slow", "die", "shut", "away")
 
 
 class FaultyBackend(NumpyBackend):
     name = "faulty"
+    away = Path()
+    """Nothing can open `faulty:away:0` while this file exists."""
+
+    def configure(self, options: Mapping[str, Any], folder: Path) -> None:
+        self.away = folder / options["away"]
 
     def discover(self) -> list[DeviceInfo]:
         (info,) = super().discover()
         return [replace(info, id=f"faulty:{kind}:0", backend="faulty") for kind in KINDS]
 
     def open(self, info: DeviceInfo) -> NumpyDevice:
-        if "shut" in info.id:
+        if "shut" in info.id or ("away" in info.id and self.away.is_file()):
             raise BackendError("the driver is away; bring it back")
         return FaultyDevice(info)
 
