@@ -106,6 +106,8 @@ class Control:
         self.places: Sequence[str] = [""] * len(self.labels)
         """The host of each worker, and `own_host`, the controller's."""
         self.own_host = ""
+        self.quiet = False
+        """Whether the caller tells the user about a failure."""
         self.raised = False
         """Whether an error in a worker is the failure, and the worker has not just ended."""
         self._beats = ["start"] * len(self.labels)
@@ -161,7 +163,7 @@ class Control:
         as the capture of a model, may take minutes.
         """
         told = self._gathering
-        if self.end(text, trace, lost) and not told:
+        if self.end(text, trace, lost) and not (told or self.quiet):
             logger.warning("%s; the next use of the workers raises this", text)
 
     def end(self, text: str, trace: str = "", lost: Collection[int] = ()) -> bool:

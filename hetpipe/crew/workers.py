@@ -182,6 +182,10 @@ class Workers:
         """Raise `WorkerError` if a worker has failed."""
         self._control.check()
 
+    def be_quiet(self) -> None:
+        """Do not warn of a failure at once; the next use raises it anyway."""
+        self._control.quiet = True
+
     @property
     def lost(self) -> list[str]:
         """The members whose loss has ended the crew; none if it ended for another reason."""

@@ -73,6 +73,7 @@ class Absent:
             alone = without(self._cluster, {*self._cluster.ids} - {due[0]})
             try:
                 self._trial = due[0], Workers.start(alone, wait=False)
+                self._trial[1].be_quiet()
             except HetpipeError:  # the system or the host no longer knows the device
                 self._wait(due[0])
         return False
