@@ -60,9 +60,12 @@ def plan_for(
     try:
         plan, table = (_replicated if whole else _searched)(captured, cluster, before, tables)
     except PlanError:
-        if not before.rule.flushes:
+        if before.rule.flushes:
+            plan, table = _searched(captured, cluster, before, tables, ())
+        elif spared is not None:
+            plan, table = spared, nearest_table(tables, spared)
+        else:
             raise
-        plan, table = _searched(captured, cluster, before, tables, ())
     if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
         plan, table = spared, nearest_table(tables, spared)  # most programs are compiled already
     return replace(plan, splits=before.splits, notes=before.notes), table
