@@ -18,7 +18,7 @@ from unittest.mock import patch
 import hetpipe as hp
 from benchmarks.survivalcost import DEVICE, batches_of, block_s, compare, opened, pinned
 from hetpipe.cluster.parts import without
-from hetpipe.pipeline import absent, survival
+from hetpipe.pipeline import absent, survivors
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.stages import Stages
 from hetpipe.pipeline.survival import Survival
@@ -35,7 +35,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "recovery": (Survival, "_recover"),
     "close": (Survival, "_remove_lost"),
     "renew": (Survival, "_renew"),
-    "plan": (survival, "plan_for"),
+    "plan": (survivors, "plan_for"),
     "renew training": (Recorded, "renew"),
     "trace": (Stages, "_traced"),
     "replay": (Recorded, "replay"),
