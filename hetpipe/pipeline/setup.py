@@ -1,4 +1,4 @@
-"""Setup: the fixed parts of a pipeline, checked before anything is loaded."""
+"""Setup: the parts of a pipeline that are checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ log = logging.getLogger("hetpipe")
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a pipeline that never change, and its first plan."""
+    """The parts of a pipeline that change only after the loss of a device, and its first plan."""
 
     captured: Captured
     crew: Crew
@@ -195,7 +195,7 @@ def set_up(
 
 
 def snapshots_nbytes(table: CostTable) -> int:
-    """Return the predicted bytes of two snapshots, without buffers."""
+    """Return the predicted bytes of two snapshots: parameters and optimizer state."""
     return 2 * sum(layer.params_nbytes + layer.state_nbytes for layer in table.layers)
 
 

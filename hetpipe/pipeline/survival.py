@@ -19,8 +19,8 @@ from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
 from hetpipe.pipeline.copied import values_of
-from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.journal import Recorded
+from hetpipe.pipeline.rebalance import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
 from hetpipe.pipeline.survivors import checked_plan, plan_for
 from hetpipe.plan.survival import best_updates
@@ -44,8 +44,6 @@ REPLAY_S = 2.0
 LEAST_S = 1e-4
 RECENT = 8
 """The number of latest results that tell how long a step takes."""
-HORIZON = 1000
-"""Members join if that saves more seconds in this many steps than it takes."""
 STUCK_S, STUCK = 60.0, 50
 """A pass is stuck after these seconds, if they are also as many times the longest recent step."""
 START_S = 60.0
@@ -158,10 +156,8 @@ class Survival:
             best, _ = self._plan_for(cluster)
         except PlanError:
             return False
-        before_s = training.plan.step_s
-        saved_s = before_s - best.step_s
         took_s = self.lost[-1].took_s if self.lost else 0.0
-        return saved_s > GAIN * before_s and HORIZON * saved_s > took_s
+        return Move(training.plan, best, took_s).pays(HORIZON)
 
     def join(self) -> None:
         """Continue with the members that are back. The training must be at rest."""
