@@ -146,7 +146,7 @@ class Training:
             check_gradients(result, self.steps)
         except HetpipeError as error:
             if accumulates:
-                self._update(float("nan"))
+                self._update(drops=True)
             raise _not_applied(error) from error.__cause__
         self.steps += 1
         self.watch(result, size_of(request.samples))
@@ -155,7 +155,7 @@ class Training:
         else:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
             if len(self._accumulated) == self.setup.updates.accumulate:
-                result = self.apply() or result
+                result = self._update()
         versions = (version,) * len(self.plan.stages)
         return self.results.make(handed, loss, versions, gradient_norm=result.gradient_norm)
 
@@ -205,8 +205,7 @@ class Training:
 
     def apply(self) -> StepResult | None:
         """Update with the accumulated gradients, if there are any, and return the result."""
-        total = sum(self._accumulated) * self.scaling.scale
-        return self._update(1.0 / total) if self._accumulated else None
+        return self._update() if self._accumulated else None
 
     def tensors(self, role: str) -> Tensors:
         """Return the values of a role, such as PARAM, by name; each is read when it is needed. The
@@ -287,14 +286,15 @@ class Training:
         self._crew.step(UpdateRequest(schedule, {}, self.steps, grad_scale=1.0))
         return (GRAD,)
 
-    def _update(self, grad_scale: float) -> StepResult:
-        """Update with the accumulated gradients times `grad_scale`; NaN drops the gradients."""
+    def _update(self, drops: bool = False) -> StepResult:
+        """Update with the accumulated gradients, or drop them."""
+        grad_scale = math.nan if drops else 1.0 / (sum(self._accumulated) * self.scaling.scale)
         schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
         rates = self.setup.optimizer.rates_at(self._next_update)
         update = UpdateRequest(schedule, rates, self.steps, grad_scale, self._clip)
         self._accumulated.clear()
         result = self._crew.step(update)
-        if not math.isnan(grad_scale):
+        if not drops:
             check_gradients(result, self.steps, NOT_APPLIED)
             self._record(result)
         return result

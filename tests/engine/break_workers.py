@@ -3,8 +3,8 @@
     python tests/engine/break_workers.py [--part 1.0] [--kinds kill,raise] [--seed 0] [CASE ...]
 
 Each action and each command of the controller is a moment. Then two workers are lost: the second
-one at a moment of the recovery from the first loss, or of the training after it. With `--part 0.1`
-a tenth of all moments is broken. This takes hours.
+one at a moment of the recovery from the first loss, or of the training after it; then three. With
+`--part 0.1` a tenth of all moments is broken. This takes hours.
 """
 
 from __future__ import annotations
@@ -34,15 +34,24 @@ def breaks_of(name: str, kind: str) -> Iterator[list[Break]]:
             yield [Break(member, kind, moment)]
 
 
-def second_breaks_of(name: str, kind: str, chance: random.Random) -> Iterator[list[Break]]:
-    """Yield, after one random first break, a second one at every moment of every other worker."""
+def more_breaks_of(name: str, kind: str, chance: random.Random) -> Iterator[list[Break]]:
+    """Yield, after a random break, a second one at every moment of every other worker; and after
+    two random breaks a third one."""
     case = CASES[name]
     if not case.can_lose_two:
         return
-    (first,) = chance.choice([*breaks_of(name, kind)])
-    for member, moments in run(case, [first]).moments.items():
-        for moment in range(-START_TICKS, len(moments)):
-            yield [first, Break(member, "kill" if moment < 0 else kind, moment)]
+    before = chance.choice([*breaks_of(name, kind)])
+    while True:
+        found = run(case, before)
+        if len(found.lost) < len(before) or len(found.moments) < 2:
+            return
+        breaks = [
+            [*before, Break(member, "kill" if moment < 0 else kind, moment)]
+            for member, moments in found.moments.items()
+            for moment in range(-START_TICKS, len(moments))
+        ]
+        yield from breaks
+        before = chance.choice(breaks)
 
 
 def main() -> int:
@@ -61,7 +70,7 @@ def main() -> int:
     table = [(name, kind) for name in chosen.cases or CASES for kind in chosen.kinds.split(",")]
     for name, kind in table:
         chance = random.Random(f"{chosen.seed} {name} {kind}")
-        all_breaks = [*breaks_of(name, kind), *second_breaks_of(name, kind, chance)]
+        all_breaks = [*breaks_of(name, kind), *more_breaks_of(name, kind, chance)]
         for breaks in all_breaks:
             if chance.random() >= chosen.part or time.monotonic() > end_s:
                 continue

@@ -102,6 +102,15 @@ def step(pipe: hp.Pipeline) -> Iterator[Any]:
     yield pipe.state_dict()
 
 
+def step_and_flush(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Apply accumulated gradients before there are as many as for an update."""
+    for number, (x, y) in enumerate(batches(6)):
+        yield pipe.step(x, y)
+        if number == 3:
+            pipe.flush()
+    yield pipe.state_dict()
+
+
 def evaluate(pipe: hp.Pipeline) -> Iterator[Any]:
     """Evaluate and predict between the results of a run."""
     for result in pipe.run(batches(4)):
@@ -216,6 +225,10 @@ CASES: dict[str, Case] = {
     "tied": _case("012", 3, "1f1b", make=make_tied),
     "tied-pipedream": _case("012", 4, "pipedream", spare=True, make=make_tied),
     "accumulated": _case("012", 3, "1f1b", accumulate=2),
+    "accumulated-long": _case("012", 3, "1f1b", accumulate=2, snapshot_every=8),
+    "accumulated-flush": _case(
+        "01", 3, "1f1b", spare=True, accumulate=3, snapshot_every=8, script=step_and_flush
+    ),
     "accumulated-spare": _case("01", 3, "gpipe", spare=True, accumulate=2),
     "clipped": _case("012", 3, "1f1b", clip_norm=0.1),
     "evaluated": _case("012", 3, "1f1b", script=evaluate),
@@ -289,14 +302,14 @@ def _profile(
 
 def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
     """Run a training, and break it: the first break in the first crew, and so on."""
-    left = [*breaks]
+    left, ending = [*breaks], Ending()
     with tempfile.TemporaryDirectory() as folder:
 
         def arm(crew: Crew) -> None:
             asked = left.pop(0) if left else Break("", "", 0)
             note = Path(folder, str(len(breaks) - len(left)))
             if asked.moment < 0:
-                _kill_at_start(crew, asked, note)
+                _kill_at_start(crew, asked, note, ending)
             none: tuple[Any, ...] = "", 0
             arms = dict.fromkeys(crew.cluster.ids, none)
             if asked.member in arms and asked.moment >= 0:
@@ -308,6 +321,8 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
             found = Run(pipe.plan)
             for value in case.script(pipe):
                 found.notes.append(Noted(time.monotonic(), value, len(pipe.lost)))
+
+            ending.begin()
 
             def moments() -> dict[str, list[str]]:
                 ids = pipe._crew.cluster.ids
@@ -327,7 +342,19 @@ def _crew_of(case: Case, names: Sequence[str] = ()) -> Crew:
     return Crew.start(Cluster(members, transport="shared-memory"))
 
 
-def _kill_at_start(crew: Crew, asked: Break, note: Path) -> None:
+class Ending:
+    """The end of a training; no worker is killed after it has begun."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.begun = False
+
+    def begin(self) -> None:
+        with self.lock:
+            self.begun = True
+
+
+def _kill_at_start(crew: Crew, asked: Break, note: Path, ending: Ending) -> None:
     """Kill a worker that starts, some ticks after its process exists."""
 
     def kill() -> None:
@@ -336,9 +363,10 @@ def _kill_at_start(crew: Crew, asked: Break, note: Path) -> None:
         while len(fleet._children) <= number or fleet._children[number].pid is None:
             time.sleep(TICK_S / 10)
         time.sleep(TICK_S * -asked.moment)
-        with suppress(ProcessLookupError, FileNotFoundError):  # the run has ended
-            note.write_text(str(time.monotonic()))
-            os.kill(fleet._children[number].pid, signal.SIGKILL)
+        with ending.lock, suppress(ProcessLookupError):
+            if not ending.begun:
+                note.write_text(str(time.monotonic()))
+                os.kill(fleet._children[number].pid, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
 

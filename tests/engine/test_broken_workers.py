@@ -47,3 +47,11 @@ def test_a_training_on_one_device_continues_data_parallelism() -> None:
     found = run(CASES["data-parallel"], breaks)
     assert not problems("data-parallel", found, breaks)
     assert found.lost[0].plan.all_devices == ("m0",)
+
+
+@pytest.mark.parametrize("name", ["accumulated-long", "accumulated-flush"])
+def test_a_replay_updates_after_the_same_mini_batches(name: str) -> None:
+    breaks = [Break("m1", "kill", len(undisturbed(name).moments["m1"]) - 1)]
+    found = run(CASES[name], breaks)
+    assert not problems(name, found, breaks)
+    assert found.lost[0].replayed == found.lost[0].step
