@@ -1,6 +1,6 @@
 """Break a worker at every moment of many trainings, and compare the results with undisturbed ones.
 
-    python tests/engine/break_workers.py [--part 1.0] [--kinds kill,raise] [--seed 0] [CASE ...]
+    python tests/engine/break_workers.py [--part 1.0] [--kinds kill,raise] [--losses 1,2,3] [CASE ...]
 
 Each action and each command of the controller is a moment. Then two workers are lost: the second
 one at a moment of the recovery from the first loss, or of the training after it; then three. With
@@ -59,20 +59,24 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--part", type=float, default=1.0)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--losses", default="1,2,3", help="how many workers are lost")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--end-s", type=float, default=1e9, help="begin no run after these seconds")
     chosen = parser.parse_args()
     logging.disable()
     end_s = time.monotonic() + chosen.end_s
+    numbers = {int(number) for number in chosen.losses.split(",")}
     counts: Counter[tuple[str, str]] = Counter()
     wrong: Counter[tuple[str, str]] = Counter()
     waits_s: list[float] = []
     table = [(name, kind) for name in chosen.cases or CASES for kind in chosen.kinds.split(",")]
     for name, kind in table:
         chance = random.Random(f"{chosen.seed} {name} {kind}")
-        all_breaks = [*breaks_of(name, kind), *more_breaks_of(name, kind, chance)]
+        all_breaks = [*breaks_of(name, kind)]
+        if max(numbers) > 1:
+            all_breaks += more_breaks_of(name, kind, chance)
         for breaks in all_breaks:
-            if chance.random() >= chosen.part or time.monotonic() > end_s:
+            if len(breaks) not in numbers or chance.random() >= chosen.part or time.monotonic() > end_s:
                 continue
             try:
                 found = run(CASES[name], breaks)

@@ -34,6 +34,7 @@ from hetpipe.plan.plan import Plan
 
 SAMPLES = 16
 DEVICE = "numpy:cpu:0"
+OPTIMIZER = hp.optim.adamw(lr=1e-2)  # one object, so that `captures` finds the stages again
 NEAR = 1e-6
 """The most that losses and weights may differ if sums have another order."""
 
@@ -277,7 +278,7 @@ def opened(case: Case, crew: Crew, **options: Any) -> hp.Pipeline:
     task = case.make(), nn.functional.cross_entropy, batches(1)[0]
     captured = shared(*task)
     options = {
-        "microbatches": 4, "survive": "auto", "optimizer": hp.optim.adamw(lr=1e-2), **case.options,
+        "microbatches": 4, "survive": "auto", "optimizer": OPTIMIZER, **case.options,
         **options,
     }  # fmt: skip
     if not case.members:
