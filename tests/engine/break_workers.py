@@ -1,6 +1,6 @@
 """Break a worker at every moment of many trainings, and compare the results with undisturbed ones.
 
-    python tests/engine/break_workers.py [--part 1.0] [--kinds kill,raise] [--losses 1,2,3] [CASE ...]
+    python tests/engine/break_workers.py [--part 1] [--kinds kill,raise] [--losses 1,2,3] [CASE ...]
 
 Each action and each command of the controller is a moment. Then two workers are lost: the second
 one at a moment of the recovery from the first loss, or of the training after it; then three. With
@@ -76,8 +76,10 @@ def main() -> int:
         if max(numbers) > 1:
             all_breaks += more_breaks_of(name, kind, chance)
         for breaks in all_breaks:
-            if len(breaks) not in numbers or chance.random() >= chosen.part or time.monotonic() > end_s:
+            if len(breaks) not in numbers or chance.random() >= chosen.part:
                 continue
+            if time.monotonic() > end_s:
+                break
             try:
                 found = run(CASES[name], breaks)
                 texts = problems(name, found, breaks)
