@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,6 +59,7 @@ class Recorded(Training):
         self._first = 0  # the number of the first event that is kept
         self._collected = 0  # mini-batches among the kept ones whose results were collected
         self._replaying = False
+        self.mini_batches = 0  # recorded since the journal began
         self.journal_nbytes = 0
 
     @property
@@ -65,10 +67,10 @@ class Recorded(Training):
         """The number of the next event."""
         return self._first + len(self._events)
 
-    def mini_batches_since(self, position: int) -> int:
-        """Return the number of mini-batches that were recorded since a position."""
-        kept = list(self._events)[position - self._first :]
-        return sum(isinstance(event, MiniBatch) for event in kept)
+    def mini_batches_before(self, position: int) -> int:
+        """Return the number of mini-batches that were recorded before a kept position."""
+        after = islice(self._events, position - self._first, None)
+        return self.mini_batches - sum(isinstance(event, MiniBatch) for event in after)
 
     def forget(self, position: int) -> None:
         """Forget the events before a position, at which nothing was under way."""
@@ -131,6 +133,7 @@ class Recorded(Training):
         self._collected += collects
         if isinstance(event, MiniBatch):
             event = _copied(event)  # the caller may use its tensors again
+            self.mini_batches += 1
             self.journal_nbytes += nbytes_of(event)
         if event is not None:
             self._events.append(event)

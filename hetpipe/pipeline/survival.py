@@ -97,7 +97,7 @@ class Survival:
         self.absent = Absent(training.setup.crew.cluster)
         self._first = training.plan
         self._since = training.steps  # when the present workers began
-        self._begun = 0  # the position of the last snapshot
+        self._begun = 0  # the number of mini-batches before the last snapshot
         self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
         self.lost: list[Lost] = []
         self.joined: list[Joined] = []
@@ -141,7 +141,7 @@ class Survival:
             return False
         self._moment(latest)
         self._limit_passes()
-        since = training.mini_batches_since(self._begun)
+        since = training.mini_batches - self._begun
         is_full = since > 0 and self.nbytes + training.journal_nbytes > self._budget_nbytes
         return is_full or since >= self._every(latest)
 
@@ -189,7 +189,7 @@ class Survival:
             training.scaling.state(), training.not_finite, training.stages.unread,
         )  # fmt: skip
         training.setup.crew.copy(self._copies, moment)
-        self._begun = position
+        self._begun = training.mini_batches_before(position)
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which is repeated after a loss that the training survives.
