@@ -1,10 +1,11 @@
 """Break a worker at every moment of many trainings, and compare the results with undisturbed ones.
 
-    python tests/engine/break_workers.py [--part 1] [--kinds kill,raise] [--losses 1,2,3] [CASE ...]
+    python tests/engine/break_workers.py [--part 1] [--skip 0] [--kinds kill,raise] [CASE ...]
 
 Each action and each command of the controller is a moment. Then two workers are lost: the second
 one at a moment of the recovery from the first loss, or of the training after it; then three. With
-`--part 0.1` a tenth of all moments is broken. This takes hours.
+`--part 0.1` a random tenth of all moments is broken, and with `--part 0.1 --skip 0.1` another
+tenth. This takes hours.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--part", type=float, default=1.0)
+    parser.add_argument("--skip", type=float, default=0.0, help="this part is run elsewhere")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--losses", default="1,2,3", help="how many workers are lost")
     parser.add_argument("--seed", type=int, default=0)
@@ -71,12 +73,13 @@ def main() -> int:
     waits_s: list[float] = []
     table = [(name, kind) for name in chosen.cases or CASES for kind in chosen.kinds.split(",")]
     for name, kind in table:
-        chance = random.Random(f"{chosen.seed} {name} {kind}")
+        chance, share = (random.Random(f"{chosen.seed} {name} {kind} {n}") for n in range(2))
         all_breaks = [*breaks_of(name, kind)]
         if max(numbers) > 1:
             all_breaks += more_breaks_of(name, kind, chance)
         for breaks in all_breaks:
-            if len(breaks) not in numbers or chance.random() >= chosen.part:
+            is_chosen = 0 <= share.random() - chosen.skip < chosen.part
+            if len(breaks) not in numbers or not is_chosen:
                 continue
             if time.monotonic() > end_s:
                 break
