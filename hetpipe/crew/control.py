@@ -164,7 +164,7 @@ class Control:
         """
         told = self._gathering
         if self.end(text, trace, lost) and not (told or self.quiet):
-            logger.warning("%s; the next use of the workers raises this", text)
+            logger.warning("%s", text)
 
     def end(self, text: str, trace: str = "", lost: Collection[int] = ()) -> bool:
         """End the run and return whether it had not failed before: later failures only follow from
