@@ -71,9 +71,10 @@ def export(saved: Checkpoint, target: Path, form: str) -> str:
         writers[form](target, model)
         left_out.append("the optimizer's state")
         content = "the model's state_dict"
+    left_out += ["the optimizer's settings", "the loss scale"]
     return (
         f"{target}: {content} of step {progress.steps}, {len(model)} tensors; left out: "
-        f"{', '.join(left_out)}, the optimizer's settings, the loss scale"
+        f"{', '.join(left_out)}"
     )
 
 

@@ -144,6 +144,8 @@ def test_states_that_torch_lacks_are_named(crew: Crew, tmp_path: Path) -> None:
 def test_a_checkpoint_of_before_is_exported(tmp_path: Path) -> None:
     """It lacks the names of the model's `state_dict`."""
     before = Path(__file__).parents[1] / "data" / "checkpoint"
+    told = run("export", before, tmp_path / "folder", "--format", "dcp")
+    assert "left out: the optimizer's settings, the loss scale" in told
     run("export", before, tmp_path / "model.pt")
     saved = checkpoint.load(before).tensors["param"]
     state = torch.load(tmp_path / "model.pt")
