@@ -200,7 +200,9 @@ class Workers:
         """End all workers; safe to call twice. Does nothing in a fork of the process."""
         if self._control.owns:
             self._close()
-            self._control.end("the crew is closed")
+            self._control.end(
+                "these workers are closed: make another pipeline, or start another crew"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -266,7 +266,8 @@ def check(
     if saved != _described(optimizer) and optimizer is not NO_OPTIMIZER:
         raise CheckpointError(
             f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
-            "given, and their states differ; resume with the checkpoint's optimizer (lr may differ)"
+            "given, and their states differ; resume with the checkpoint's optimizer (lr may "
+            "differ); a new training needs another folder"
         )
     programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
     slots = {slot.key: slot for program in programs for slot in program.inputs}
@@ -277,17 +278,18 @@ def check(
         for name in sorted(extra | (needed.keys() - have.keys())):
             holds, lacks = ("checkpoint", "model") if name in have else ("model", "checkpoint")
             raise CheckpointError(
-                f"the {holds} has the {role} {name!r}, which the {lacks} lacks: the checkpoint is "
-                "of another model"
+                f"the {holds} has the {role} {name!r}, which the {lacks} lacks: {OTHER_MODEL}"
             )
         for name, slot in needed.items():
             shape, dtype = have[name].shape, have[name].dtype
             if (shape, dtype) != (slot.shape, host_dtype(slot.dtype)):
                 raise CheckpointError(
                     f"{role} {name!r} is {dtype}{list(shape)} in the checkpoint and "
-                    f"{slot.dtype}{list(slot.shape)} in the model: the checkpoint is of another "
-                    "model"
+                    f"{slot.dtype}{list(slot.shape)} in the model: {OTHER_MODEL}"
                 )
+
+
+OTHER_MODEL = "the checkpoint is of another model; a new training needs another folder"
 
 
 def _forwards(stage: StageGraphs) -> list[Program]:

@@ -173,7 +173,7 @@ def set_up(
     plan, costs = planning.choose(asked)
     tables = planning.seen if asked.costs is None else {asked.costs.samples: asked.costs}
     if survival.survives:
-        check_survivors(crew.cluster, tables)
+        check_costs_of_all(crew.cluster, tables)
         check_spares(plan, survival.spares, next(iter(tables.values())))
     notes = [] if captured.padding is None else [captured.padding.text]
     if costs is not None and costs.whole_loss:
@@ -210,14 +210,8 @@ def check_spares(plan: Plan, spares: Sequence[str], table: CostTable) -> None:
             )
 
 
-def check_survivors(cluster: Cluster, tables: Mapping[int, CostTable]) -> None:
-    """Raise `HetpipeError` if the loss of a member could not be survived: there is only one, or the
-    others have no costs."""
-    if len(cluster.members) == 1:
-        raise HetpipeError(
-            f"survive='auto': {cluster.ids[0]} is the only device, and nothing could continue "
-            "without it: add devices, or leave survive out"
-        )
+def check_costs_of_all(cluster: Cluster, tables: Mapping[int, CostTable]) -> None:
+    """Raise `HetpipeError` if a member has no costs, so that no plan could use it after a loss."""
     for table in tables.values():
         if missing := [member for member in cluster.ids if member not in table.devices]:
             raise HetpipeError(
@@ -227,10 +221,23 @@ def check_survivors(cluster: Cluster, tables: Mapping[int, CostTable]) -> None:
 
 
 def without_spares(cluster: Cluster, spares: Sequence[str]) -> Cluster:
-    """Return a cluster without some members. Raises `HetpipeError` for unknown ones."""
+    """Return a cluster without its spares.
+
+    Raises `HetpipeError` for unknown spares, if no member is left to train, and if the cluster has
+    only one member, whose loss could not be survived.
+    """
+    if len(cluster.members) == 1:
+        raise HetpipeError(
+            f"survive='auto': {cluster.ids[0]} is the only device, and nothing could continue "
+            "without it: add devices, or leave survive out"
+        )
     for spare in spares:
         if spare not in cluster.ids:
             raise HetpipeError(f"spares: no member {spare!r}; {choices(spare, cluster.ids)}")
+    if set(spares) == set(cluster.ids):
+        raise HetpipeError(
+            f"spares: {words(spares)} are all members, and none is left to train: name fewer spares"
+        )
     return without(cluster, spares)
 
 

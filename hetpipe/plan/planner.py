@@ -145,8 +145,8 @@ def _check(priced: Priced, devices: Sequence[str], cuts: Sequence[int] | None) -
     ends, needed = [0, *(cuts or ()), layers], per_device * len(devices) - 1
     if cuts is not None and (len(cuts) != needed or sorted(set(ends)) != ends):
         raise PlanError(
-            f"cuts {list(cuts)}: {len(devices)} devices need {needed} ascending layer "
-            f"indices between 1 and {layers - 1}"
+            f"cuts {list(cuts)}: the devices {words(devices)} need {needed} cuts, each greater "
+            f"than the one before, from 1 to {layers - 1}"
         )
 
 

@@ -286,7 +286,7 @@ def test_close_leaves_nothing() -> None:
     assert all(map(has_ended, workers))
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
-    with pytest.raises(WorkerError, match="the crew is closed"):
+    with pytest.raises(WorkerError, match="make another pipeline"):
         step(crew, 2)
 
 

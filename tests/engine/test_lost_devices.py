@@ -235,6 +235,7 @@ def test_a_loss_of_all_devices_ends_a_training(crews: Crews) -> None:
         ({"survive": "off", "spares": ["m1"]}, "spares is given without survive='auto'"),
         ({"survive": "off", "snapshot_every": None, "spares": "m1"}, "give a list"),
         ({"spares": ["m7"]}, "no member 'm7'"),
+        ({"spares": ["m0", "m1", "m2"]}, "m0, m1, m2 are all members, and none is left to train"),
         ({"snapshot_every": 0}, "snapshot_every=0"),
     ],
 )
