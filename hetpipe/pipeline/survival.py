@@ -96,7 +96,7 @@ class Survival:
         self._copies = Copies()
         self.absent = Absent(training.setup.crew.cluster)
         self._first = training.plan
-        self._since = training.steps  # when the present workers began
+        self._since = 0  # when the present workers began, or a checkpoint was restored
         self._begun = 0  # the number of mini-batches before the last snapshot
         self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
         self.lost: list[Lost] = []
@@ -108,6 +108,7 @@ class Survival:
         """Take a snapshot that no loss before it needs, and wait for it. No mini-batch may be under
         way. Raises `HetpipeError` if two snapshots do not fit the memory."""
         self._check_memory()
+        self._since = self._training.steps
         self.snapshot()
         crew = self._training.setup.crew
         self._copies.wait(crew.check)
@@ -209,7 +210,9 @@ class Survival:
         """
         training = self._training
         recent = [result.took_s for result in [*training.results.history][-RECENT:]]
-        if training.setup.passes.pass_limit_s is None and training.steps - self._since >= RECENT:
+        if training.setup.passes.pass_limit_s is not None:
+            return
+        if recent and training.steps - self._since >= RECENT:
             training.setup.crew.pass_limit_s = max(STUCK_S, STUCK * max(recent))
 
     def _every(self, latest: Kept) -> int:

@@ -23,6 +23,7 @@ import hetpipe as hp
 from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.pipeline import survival
 from hetpipe.pipeline.planning import free_table
 from hetpipe.sdk.host import registry
 
@@ -166,6 +167,19 @@ def test_checkpoints_continue_after_a_loss(crews: Crews, tmp_path: Path) -> None
             state = pipe.state_dict()
     for name, value in whole[1].items():
         assert torch.allclose(state[name], value, atol=1e-6), name
+
+
+def test_a_new_pipeline_restores_a_checkpoint_of_many_steps(crews: Crews, tmp_path: Path) -> None:
+    """It has no result yet that tells how long a step takes."""
+    crew, data = crews((DEVICE,) * 3, "local"), batches(survival.RECENT + 1)
+    with opened(crew) as pipe:
+        for batch in data[:-1]:
+            pipe.step(*batch)
+        pipe.save(tmp_path)
+        wanted = pipe.step(*data[-1])
+    with opened(crew) as pipe:
+        pipe.restore(tmp_path)
+        assert pipe.step(*data[-1]) == wanted
 
 
 def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
