@@ -267,10 +267,10 @@ class Control:
                     f"{ends if in_pass and limit_s is None else ''}"
                 )
 
-    def has_replies(self, workers: Sequence[int]) -> bool:
-        """Return whether each of these workers has a reply to gather."""
+    def has_replies(self, count: int) -> bool:
+        """Return whether each worker has `count` replies to gather."""
         with self._changed:
-            return all(self._replies[worker] for worker in workers)
+            return all(len(replies) >= count for replies in self._replies)
 
     def await_failure(self, worker: int, limit_s: float) -> None:
         """Wait until the watcher reports why a worker is gone, and raise that."""

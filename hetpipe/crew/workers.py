@@ -68,10 +68,11 @@ class Workers:
         return workers
 
     @property
-    def are_open(self) -> bool:
-        """Whether all devices are open; never waits. Raises the error of a start that failed."""
+    def have_replied(self) -> bool:
+        """Whether all devices are open, and all workers have done the calls that were begun with
+        all of them. Never waits. Raises the error of a start or a call that failed."""
         self._control.check()
-        return self._opened is not None or self._control.has_replies([*self._index.values()])
+        return self._control.has_replies((self._opened is None) + len(self._pending_calls))
 
     @property
     def infos(self) -> dict[str, DeviceInfo]:

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -244,6 +244,12 @@ def dial(
         raise ClusterError(f"{theirs.name} refuses: {reason}")
     sock.settimeout(None)
     return stream, theirs
+
+
+def reach(device: object, addresses: Sequence[tuple[str, int]]) -> None:
+    """In a worker: connect to doors. Raises `OSError` if one does not answer."""
+    for address in addresses:
+        socket.create_connection(address, timeout=HANDSHAKE_S).close()
 
 
 def _other_version(message: dict[str, Any], ours: Facts) -> str:

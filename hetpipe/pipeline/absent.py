@@ -21,7 +21,8 @@ LONGEST_S = 600.0
 class Absent:
     """Looks now and then whether lost members are back, and never waits for them.
 
-    A member is back if a worker starts and opens its device.
+    A member is back if a worker starts, opens its device, and reaches the other hosts: they may
+    live, and only the link between two of them be broken.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -63,7 +64,7 @@ class Absent:
         """Note that the members that are back have layers, or may get some, from now on."""
         self._back.clear()
 
-    def look(self) -> bool:
+    def look(self, present: Cluster) -> bool:
         """Continue to look for lost members. Return whether one has come back now."""
         if self._trial is not None:
             return self._end_trial(*self._trial)
@@ -72,8 +73,11 @@ class Absent:
         if due:
             alone = without(self._cluster, {*self._cluster.ids} - {due[0]})
             try:
-                self._trial = due[0], Workers.start(alone, wait=False)
-                self._trial[1].be_quiet()
+                workers = Workers.start(alone, wait=False)
+                workers.be_quiet()
+                if doors := self._doors(due[0], present):
+                    workers.begin_each("hetpipe.hosts.door:reach", {due[0]: (doors,)})
+                self._trial = due[0], workers
             except HetpipeError:  # the system or the host no longer knows the device
                 self._wait(due[0])
         return False
@@ -86,7 +90,7 @@ class Absent:
 
     def _end_trial(self, member: str, workers: Workers) -> bool:
         try:
-            if not workers.are_open:
+            if not workers.have_replied:
                 return False
         except HetpipeError:
             self._wait(member)
@@ -96,6 +100,16 @@ class Absent:
         with suppress(HetpipeError):
             self.close()
         return member in self._back
+
+    def _doors(self, member: str, present: Cluster) -> list[tuple[str, int]]:
+        """Return where the other hosts in use receive wires from a member's host."""
+        hosts = self._cluster.connections
+        if hosts is None:
+            return []
+        used = (*present.members, *map(self._cluster.member, self._back))
+        host = self._cluster.member(member).host
+        names = {other.host for other in used} - {host}
+        return [hosts.route(host, name)[0] for name in sorted(names)]
 
     def _wait(self, member: str) -> None:
         self._waits_s[member] = min(2 * self._waits_s[member], LONGEST_S)

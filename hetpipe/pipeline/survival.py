@@ -150,7 +150,7 @@ class Survival:
     def join_pays(self) -> bool:
         """Whether members that are back should join before the next mini-batch."""
         training, setup = self._training, self._training.setup
-        if training.accumulated or not self.absent.look():
+        if training.accumulated or not self.absent.look(setup.crew.cluster):
             return False
         cluster = self.absent.cluster(setup.crew.cluster)
         try:

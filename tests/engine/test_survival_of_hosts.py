@@ -22,7 +22,9 @@ from hetpipe.crew.crew import Crew
 from hetpipe.crew.forkserver import server_for
 from hetpipe.crew.severed import Break, culprit
 from hetpipe.errors import ClusterError
+from hetpipe.hosts.hosts import Hosts
 from hetpipe.hosts.meeting import parse_address
+from hetpipe.pipeline import absent
 
 Happen = Callable[[Crew], None]
 Trained = tuple[list[Any], dict[str, torch.Tensor], tuple[Any, ...]]
@@ -133,6 +135,36 @@ def test_a_host_that_returns_joins(stays: bool, monkeypatch: pytest.MonkeyPatch)
         for agent in agents:
             agent.send_signal(signal.SIGINT)
             end(agent)
+
+
+def test_a_host_returns_once_it_reaches_the_other_hosts(
+    three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(severed, "CAUSE_S", 0.5)
+    monkeypatch.setattr(absent, "FIRST_S", 0.0)
+    is_cut, looks, route = [False], list[str](), Hosts.route
+    closed = parse_address(free_address())
+
+    def cut_route(hosts: Hosts, source: str, target: str) -> Any:
+        address, ahead_s = route(hosts, source, target)
+        return closed if is_cut[0] and (source, target) == ("h1", "h2") else address, ahead_s
+
+    monkeypatch.setattr(Hosts, "route", cut_route)
+    monkeypatch.setattr(absent.Absent, "_wait", lambda _, member: looks.append(member))
+    many = itertools.cycle(batches(10))
+    with Crew.start(three) as crew, opened(crew) as pipe:
+        pipe.step(*next(many))
+        is_cut[0] = True
+        sever(crew)
+        assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(pipe.lost), 30.0)
+        assert pipe.lost[0].members == ("m1",)
+        assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(looks), 60.0)
+        assert pipe._survival is not None
+        back = pipe._survival.absent.back
+        assert not back
+        is_cut[0] = False
+        assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(back), 60.0)
+        assert {*back} == {"m1"}
 
 
 def test_a_variable_that_torch_sets_itself_starts_no_further_fork_server(
