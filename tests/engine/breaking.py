@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -85,6 +86,8 @@ def break_now(kind: str, note: str = "") -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "raise":
         raise RuntimeError("the device has fallen off the bus")
+    elif kind == "cut":
+        subprocess.run(os.environ["HETPIPE_TEST_CUT"].split(), check=True)
 
 
 def sever(device: Any) -> None:

@@ -57,6 +57,11 @@ class Network:
         for each in self.hosts:
             (self._folder / f"{each}.hosts").write_text("\n".join(lines) + "\n")
 
+    @property
+    def switch(self) -> str:
+        """The namespace of the bridge that joins the hosts."""
+        return f"{self._prefix}-switch"
+
     def namespace(self, host: str) -> str:
         return f"{self._prefix}-{host}"
 
@@ -157,7 +162,7 @@ def network(number: int, folder: Path, line: Line | Shape | None = None) -> Iter
         if isinstance(line, Line):
             joined = _join_by_switch(net, line)
         elif line is None or not line.per_pair:
-            _join_by_bridge(net, f"{prefix}-switch")
+            _join_by_bridge(net)
         else:
             _join_in_pairs(net, line)
         for host in (
@@ -175,7 +180,7 @@ def network(number: int, folder: Path, line: Line | Shape | None = None) -> Iter
             net.kill(host)
         if joined is not None:
             joined.communicate()
-        for name in (*map(net.namespace, net.hosts), f"{prefix}-switch"):
+        for name in (*map(net.namespace, net.hosts), net.switch):
             _ip("netns", "delete", name, check=False)
 
 
@@ -198,17 +203,17 @@ def _refusal(line: Line | Shape | None) -> str:
     return ""
 
 
-def _join_by_bridge(net: Network, switch_name: str) -> None:
+def _join_by_bridge(net: Network) -> None:
     """Join the hosts by a bridge in a further namespace."""
-    _ip("netns", "add", switch_name)
-    _ip("-n", switch_name, "link", "add", "br0", "type", "bridge")
-    _ip("-n", switch_name, "link", "set", "br0", "up")
+    _ip("netns", "add", net.switch)
+    _ip("-n", net.switch, "link", "add", "br0", "type", "bridge")
+    _ip("-n", net.switch, "link", "set", "br0", "up")
     for host in net.hosts:
         _ip(
             *("-n", net.namespace(host), "link", "add", "eth0", "type", "veth"),
-            *("peer", "name", host, "netns", switch_name),
+            *("peer", "name", host, "netns", net.switch),
         )
-        _ip("-n", switch_name, "link", "set", host, "master", "br0", "up")
+        _ip("-n", net.switch, "link", "set", host, "master", "br0", "up")
 
 
 def _join_in_pairs(net: Network, shape: Shape) -> None:
