@@ -52,7 +52,8 @@ def more_breaks_of(name: str, kind: str, chance: random.Random) -> Iterator[list
             for moment in range(-START_TICKS, len(moments))
         ]
         yield from breaks
-        before = chance.choice(breaks)
+        # Three errors at the same mini-batch would end the training.
+        before = [each._replace(kind="kill") for each in chance.choice(breaks)]
 
 
 def main() -> int:
