@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -13,8 +14,12 @@ from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 
 FIRST_S = 10.0
-"""Seconds after a loss until hetpipe looks whether the member is back. Each further look, and each
-further loss of the member, doubles them."""
+"""Seconds after a loss until hetpipe looks whether the member is back. They are doubled if it was
+lost again soon after it had joined."""
+STEADY = 10
+"""A member that has joined is steady once it has worked for as many times its first wait."""
+GROWTH = 0.25
+"""Seconds until the next look, as a share of the seconds since the loss."""
 LONGEST_S = 600.0
 
 
@@ -28,7 +33,9 @@ class Absent:
     def __init__(self, cluster: Cluster) -> None:
         """`cluster` has all members."""
         self._cluster = cluster
-        self._waits_s: dict[str, float] = {}
+        self._firsts_s: dict[str, float] = {}  # from a member's last loss to the first look
+        self._lost_s: dict[str, float] = {}
+        self._joined_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}  # of the lost members
         self._back: set[str] = set()
         self._trial: tuple[str, Workers] | None = None
@@ -55,13 +62,18 @@ class Absent:
 
     def lose(self, members: Iterable[str]) -> None:
         """Note a loss."""
+        now_s = time.monotonic()
         for member in members:
             self._back.discard(member)
-            self._waits_s[member] = min(2 * self._waits_s.get(member, FIRST_S / 2), LONGEST_S)
-            self._due_s[member] = time.monotonic() + self._waits_s[member]
+            first_s = self._firsts_s.get(member, 0.0)
+            is_steady = now_s - self._joined_s.get(member, -math.inf) >= STEADY * first_s
+            self._firsts_s[member] = FIRST_S if is_steady else min(2 * first_s, LONGEST_S)
+            self._lost_s[member] = now_s
+            self._due_s[member] = now_s + self._firsts_s[member]
 
     def join(self) -> None:
         """Note that the members that are back have layers, or may get some, from now on."""
+        self._joined_s |= dict.fromkeys(self._back, time.monotonic())
         self._back.clear()
 
     def look(self, present: Cluster) -> bool:
@@ -112,5 +124,6 @@ class Absent:
         return [hosts.route(host, name)[0] for name in sorted(names)]
 
     def _wait(self, member: str) -> None:
-        self._waits_s[member] = min(2 * self._waits_s[member], LONGEST_S)
-        self._due_s[member] = time.monotonic() + self._waits_s[member]
+        now_s = time.monotonic()
+        wait_s = max(self._firsts_s[member], GROWTH * (now_s - self._lost_s[member]))
+        self._due_s[member] = now_s + min(wait_s, LONGEST_S)
