@@ -137,9 +137,7 @@ def test_a_host_that_returns_joins(stays: bool, monkeypatch: pytest.MonkeyPatch)
             end(agent)
 
 
-def test_a_host_returns_once_it_reaches_the_other_hosts(
-    three: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_returns_once_it_reaches_the_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(severed, "CAUSE_S", 0.5)
     monkeypatch.setattr(absent, "FIRST_S", 0.0)
     is_cut, looks, route = [False], list[str](), Hosts.route
@@ -152,7 +150,7 @@ def test_a_host_returns_once_it_reaches_the_other_hosts(
     monkeypatch.setattr(Hosts, "route", cut_route)
     monkeypatch.setattr(absent.Absent, "_wait", lambda _, member: looks.append(member))
     many = itertools.cycle(batches(10))
-    with Crew.start(three) as crew, opened(crew) as pipe:
+    with hosts(*FOUR) as cluster, Crew.start(cluster) as crew, opened(crew) as pipe:
         pipe.step(*next(many))
         is_cut[0] = True
         sever(crew)
