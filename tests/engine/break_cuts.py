@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +33,15 @@ from networks import Network, network  # noqa: E402
 
 from hetpipe.cluster import Cluster  # noqa: E402
 from hetpipe.crew.crew import Crew  # noqa: E402
+from hetpipe.errors import ClusterError  # noqa: E402
 
 CUT = "1f1b", "pipedream", "data-parallel"
 """The cases whose hosts are cut off by default."""
 MOST_HOSTS = max(CASES[name].count for name in CUT)
 PORT = 29401
+FREE_S = 60.0
+"""Seconds in which an agent sees that its host is on the network again, and that a training has
+ended."""
 
 
 def start(net: Network, *arguments: object) -> subprocess.Popen[str]:
@@ -72,13 +76,7 @@ def crew_over_hosts(switch: str, case: Case) -> Iterator[Crew]:
     hosts = [f"h{n}" for n in range(case.count)]
     for host in hosts[1:]:
         subprocess.run(plug(switch, host, "up"), check=True)
-    cluster = Cluster.hosts(
-        agents=[f"{host}:{PORT}" for host in hosts[1:]],
-        devices=[f"{host}/{DEVICE}" for host in hosts],
-        name=hosts[0],
-        transport="tcp",
-        limit_s=120,
-    )
+    cluster = meet(hosts)
     assert cluster.connections is not None
     members = {member.host: member for member in cluster.members}
     renamed = tuple(replace(members[host], id=f"m{n}") for n, host in enumerate(hosts))
@@ -87,6 +85,24 @@ def crew_over_hosts(switch: str, case: Case) -> Iterator[Crew]:
             yield crew
     finally:
         cluster.connections.close()
+
+
+def meet(hosts: Sequence[str]) -> Cluster:
+    """Return a cluster of hosts. An agent may still serve the training before."""
+    end_s = time.monotonic() + FREE_S
+    while True:
+        try:
+            return Cluster.hosts(
+                agents=[f"{host}:{PORT}" for host in hosts[1:]],
+                devices=[f"{host}/{DEVICE}" for host in hosts],
+                name=hosts[0],
+                transport="tcp",
+                limit_s=120,
+            )
+        except ClusterError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(1.0)
 
 
 def cut(chosen: argparse.Namespace) -> int:
@@ -108,16 +124,17 @@ def cut(chosen: argparse.Namespace) -> int:
         for place in breaks[lane :: chosen.lanes][: chosen.most]:
             if time.monotonic() > end_s:
                 break
+            took = ""
             try:
                 found = run(CASES[name], [place])
                 texts = problems(name, found, [place])
                 waits_s.append(found.wait_s)
                 found_s.append(found.wait_s - sum(event.took_s for event in found.lost))
+                took = f"found {found_s[-1]:.1f} s, next result {waits_s[-1]:.1f} s"
             except Exception as error:
                 texts = [f"{type(error).__name__}: {error}"]
             failures += bool(texts)
             words = f"FAILED {'; '.join(texts)[:500]}" if texts else ""
-            took = f"found {found_s[-1]:.1f} s, next result {waits_s[-1]:.1f} s" if waits_s else ""
             print(f"{name} {place.member} {place.moment} of {len(breaks)}: {took} {words}")
     if waits_s:
         print(
