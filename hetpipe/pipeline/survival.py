@@ -281,7 +281,10 @@ class Survival:
         try:
             cluster = self.absent.cluster(crew.cluster, lost)
         except ClusterError:
-            raise WorkerError(f"{error}; no device is left to continue") from error
+            raise WorkerError(
+                f"{error}; no device is left to continue; with checkpoint= the script continues "
+                "from its last checkpoint when it starts again"
+            ) from error
         self.absent.join()
         silent = [id for id in crew.cluster.ids if id not in (*lost, *cluster.ids)]
         self.absent.lose(silent)

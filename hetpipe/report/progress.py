@@ -55,7 +55,8 @@ def _write(line: str) -> None:
 
 
 class Lines:
-    """Progress as lines of text: a line when a phase begins, and one every `every_s` seconds."""
+    """Progress as lines of text: a line when a phase begins, and one every `every_s` seconds until
+    it ends."""
 
     def __init__(self, write: Callable[[str], None], every_s: float = EVERY_S) -> None:
         self._write = write
@@ -88,7 +89,8 @@ class Lines:
     def _beat(self) -> None:
         while not self._ended.wait(self._every_s):
             with self._lock:  # shared with `show`
-                if self._text:
+                done, total = self._count
+                if self._text and done < max(total, 1):
                     self._write(f"{self._text}{self._far()}")
 
     def _far(self) -> str:

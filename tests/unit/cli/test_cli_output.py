@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,6 +48,17 @@ def test_progress_prints_a_line_per_phase_and_at_intervals() -> None:
         twice.wait()
     assert [line for line in lines if ":" not in line] == ["profiling", "training"]
     assert "training: 3 of 9, 0 s" in lines
+
+
+@pytest.mark.parametrize(("done", "beats"), [(0, 2), (1, 0)])
+def test_a_phase_that_has_ended_prints_no_more_lines(done: int, beats: int) -> None:
+    """A recovery compiles while the script trains."""
+    lines: list[str] = []
+    progress = Lines(lines.append)
+    progress._ended = Mock(wait=Mock(side_effect=[False, False, True]))
+    progress.show("compiling", done, 1)
+    progress._beat()
+    assert lines == ["compiling"] + beats * ["compiling: 0 s"]
 
 
 def test_a_name_between_colons_is_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
