@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.batches import sizes_of, slices
+from hetpipe.pipeline.journal import copied
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,23 +39,27 @@ class Ahead:
             raise kept
         if kept is not None:
             return kept
-        x, y = next(self._source)
-        return x, y, 0
+        return *self._next(), 0
 
     def read(self) -> None:
         """Read the next mini-batch, unless it is read; on one host, do nothing. Raises only
         `KeyboardInterrupt`."""
-        feeding = self._training.setup.crew.feeding
-        if not feeding.members or self._kept is not None:
+        if not self._training.setup.crew.feeding.members or self._kept is not None:
             return
         try:
-            feeding.wait()  # the source may use its arrays again
-            x, y = next(self._source)
+            x, y = self._next()
             self._kept = x, y, self._feed(x, y)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             self._kept = error
+
+    def _next(self) -> tuple[Any, Any]:
+        """Return the next mini-batch of the source. Several hosts get a copy: the source may use
+        its tensors again for the mini-batch after it, which is read before this one is trained."""
+        x, y = next(self._source)
+        one_host = self._training.setup.crew.cluster.connections is None
+        return (x, y) if one_host else copied((x, y))
 
     def _feed(self, x: Any, y: Any) -> int:
         training, setup = self._training, self._training.setup

@@ -14,6 +14,7 @@ from hetpipe.pipeline.ahead import Ahead
 from hetpipe.pipeline.autosave import Autosave
 from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric, output_of
 from hetpipe.pipeline.guard import Guard
+from hetpipe.pipeline.journal import copied
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.remote import Remote, RemoteBatches
 from hetpipe.pipeline.results import Result
@@ -188,7 +189,7 @@ class Delivery:
     def predict(self, xs: Iterable[Any], ema: bool) -> Iterator[Any]:
         """Yield the model's output in eval mode for each x."""
         captured = self._training.setup.captured
-        batches = ((captured.leaves(x), captured.example.length_of(x)) for x in xs)
+        batches = ((captured.leaves(x), captured.example.length_of(x)) for x in map(copied, xs))
         forwards = Forwards(self._training, Content.INFERENCE, True, ema)
         for request, result, length in self._results_in_eval("predict", forwards, batches):
             yield output_of(captured, request, result, length)
@@ -198,7 +199,10 @@ class Delivery:
     ) -> Evaluation:
         """Return the mean loss and metrics of mini-batches in eval mode."""
         captured, means = self._training.setup.captured, Means(metrics)
-        pairs = ((captured.leaves(x, y), (captured.example.length_of(x), y)) for x, y in batches)
+        pairs = (
+            (captured.leaves(x, y), (captured.example.length_of(x), y))
+            for x, y in map(copied, batches)
+        )
         with self._guard("evaluate"):
             forwards = Forwards(self._training, Content.EVALUATION, bool(metrics), ema)
         found = self._results_in_eval("evaluate", forwards, pairs)

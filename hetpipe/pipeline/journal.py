@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.results import Result
     from hetpipe.pipeline.setup import Setup
     from hetpipe.profile.measure import Progress
+
+T = TypeVar("T")
 
 
 class Mark(Enum):
@@ -132,7 +134,7 @@ class Recorded(Training):
             return
         self._collected += collects
         if isinstance(event, MiniBatch):
-            event = _copied(event)  # the caller may use its tensors again
+            event = copied(event)  # the caller may use its tensors again
             self.mini_batches += 1
             self.journal_nbytes += nbytes_of(event)
         if event is not None:
@@ -194,7 +196,8 @@ class Recorded(Training):
             pass
 
 
-def _copied(event: MiniBatch) -> MiniBatch:
+def copied(values: T) -> T:
+    """Return a mini-batch, or a part of one, whose tensors the caller does not have."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -203,7 +206,7 @@ def _copied(event: MiniBatch) -> MiniBatch:
             return leaf.detach().clone()
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
-    return MiniBatch(*tree_map(copy, tuple(event)))
+    return cast("T", tree_map(copy, values))
 
 
 def nbytes_of(event: MiniBatch) -> int:

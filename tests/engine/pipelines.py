@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from captures import shared
 from plans import unpriced
 from reference import leaf
@@ -14,6 +15,8 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.capture.precision import Precision
 from hetpipe.crew.crew import Crew
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def pipeline(
@@ -61,6 +64,15 @@ def user_pipeline(
     """Open a pipeline as a user does: it captures the model and chooses what the options omit."""
     options = {"optimizer": hp.optim.sgd(lr=0.1), **options}
     return hp.Pipeline(model, loss_fn, example, cluster=crew.cluster, crew=crew, **options)
+
+
+def in_one_place(batches: Sequence[Pair]) -> Iterator[Pair]:
+    """Yield the same tensors for each mini-batch, with new values."""
+    x, y = (tensor.clone() for tensor in batches[0])
+    for new_x, new_y in batches:
+        x.copy_(new_x)
+        y.copy_(new_y)
+        yield x, y
 
 
 def members_by_stage(crew: Crew, counts: Sequence[int]) -> list[tuple[str, ...]]:

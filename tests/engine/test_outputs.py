@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from crews import Crews
 from models import MLP, Normalized, batches
-from pipelines import pipeline
+from pipelines import in_one_place, pipeline
 from torch import nn
 
 import hetpipe as hp
@@ -127,6 +127,8 @@ def test_loss_and_metrics_over_a_dataset(pipe: hp.Pipeline) -> None:
     assert found.metrics["accuracy"] == pytest.approx(accuracy(outputs, ys))
     assert found.metrics["right"] == int((outputs.argmax(1) == ys).sum())
     assert pipe.evaluate(data).metrics == {}
+    whole = pipe.evaluate(data[:-1], metrics={"accuracy": accuracy})
+    assert pipe.evaluate(in_one_place(data[:-1]), metrics={"accuracy": accuracy}) == whole
     with pytest.raises(HetpipeError, match="at least one mini-batch"):
         pipe.evaluate([])
     with pytest.raises(HetpipeError, match=r"metric 'a' is 3: give a function"):

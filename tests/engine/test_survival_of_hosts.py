@@ -13,6 +13,7 @@ import pytest
 import torch
 from agents import end, free_address, hosts, patched_secret, start_agent
 from crews import Crews, eventually
+from pipelines import in_one_place
 from test_lost_devices import DEVICE, batches, opened, pid_of, trained
 
 from hetpipe.cluster import Cluster
@@ -56,7 +57,7 @@ def broken(cluster: Cluster, happen: Happen, **options: Any) -> Trained:
     """Train over hosts, and break something after a few mini-batches."""
     results = []
     with Crew.start(cluster) as crew, opened(crew, **options) as pipe:
-        for result in pipe.run(batches(10)):
+        for result in pipe.run(in_one_place(batches(10))):
             results.append(result)
             if result.index == 4:
                 happen(crew)
