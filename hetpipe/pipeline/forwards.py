@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hetpipe.capture.program import PARAM
 from hetpipe.crew.request import StepRequest, StepResult, WholeLoss
-from hetpipe.errors import HetpipeError, NoMeanError
+from hetpipe.errors import HetpipeError, NoMeanError, WorkerError
 from hetpipe.pipeline.average import check_average, swap_average
 from hetpipe.pipeline.batches import forward_sizes, mean_loss, parts_of, size_of, slices
 from hetpipe.pipeline.fit import check_loss
@@ -83,11 +83,15 @@ class Forwards:
 
     def repeat(self) -> None:
         """Begin again on other stages with the same weights, with all mini-batches under way."""
-        again = [leaves for _, leaves in self._under_way]
-        self._under_way.clear()
-        self.begin()
-        for leaves in again:
-            self.admit(leaves)
+        under_way = self._under_way
+        try:
+            self._under_way = deque()
+            self.begin()
+            for _, leaves in under_way:
+                self.admit(leaves)
+        except WorkerError:  # this call will be repeated
+            self._under_way = under_way
+            raise
 
     def admit(self, leaves: Mapping[str, Array]) -> None:
         """Begin the forwards of a mini-batch."""

@@ -39,6 +39,8 @@ class MiniBatch(NamedTuple):
 
     x: Any
     y: Any
+    fails: bool = False
+    """Whether its step raised an error after it had changed the training."""
 
 
 def make_training(
@@ -52,7 +54,8 @@ def make_training(
 class Recorded(Training):
     """A training that keeps the mini-batches since its oldest snapshot that is still needed.
 
-    A mini-batch is recorded once it was trained or, in a stream, handed in.
+    A mini-batch is recorded once it was trained or, in a stream, handed in. A step that raises an
+    error is only recorded if it changes the training.
     """
 
     def begin_journal(self) -> None:
@@ -95,8 +98,17 @@ class Recorded(Training):
         self.stages.load(values, self.updates, steps)
 
     def step(self, x: Any, y: Any, fed: int = 0, beside: Hook = nothing) -> Result:
-        with self._recorded(MiniBatch(x, y), collects=True):
-            return super().step(x, y, fed, beside)
+        before = self.steps
+        try:
+            result = super().step(x, y, fed, beside)
+        except WorkerError:
+            raise
+        except HetpipeError:
+            if self.steps > before or self.setup.updates.accumulate > 1:
+                self._record_event(MiniBatch(x, y, fails=True), collects=True)
+            raise
+        self._record_event(MiniBatch(x, y), collects=True)
+        return result
 
     def admit(self, x: Any, y: Any) -> None:
         super().admit(x, y)
@@ -117,7 +129,7 @@ class Recorded(Training):
             return super().apply()
 
     @contextmanager
-    def _recorded(self, event: MiniBatch | Mark | None, collects: bool = False) -> Iterator[None]:
+    def _recorded(self, event: Mark | None, collects: bool = False) -> Iterator[None]:
         """Record an event unless the block raises `WorkerError`. Other errors will come again."""
         try:
             yield
@@ -148,7 +160,8 @@ class Recorded(Training):
         """Train the recorded mini-batches again; drop the results that were collected before.
 
         The training must be as it was at the first event. `snapshot` begins a snapshot with the
-        position of its event. Return the number of mini-batches.
+        position of its event. Return the number of mini-batches. Raises `HetpipeError` if a mini-
+        batch can be trained now and could not be before, or the other way round.
         """
         self._replaying, watch, history = True, self.watch, list(self.results.history)
         self.watch = lambda result, samples: None
@@ -175,10 +188,26 @@ class Recorded(Training):
     def _train_again(self, event: MiniBatch, left: int) -> int:
         """Train a mini-batch, and return how many results were collected."""
         if not self.streams:
-            self._again(lambda: self.step(*event))
+            self._step_again(event)
             return 1
-        self._again(lambda: self.admit(*event))
+        self.admit(event.x, event.y)
         return self._collect(1) if self.is_full and left > 0 else 0
+
+    def _step_again(self, event: MiniBatch) -> None:
+        number, why = self.steps, "on these devices it does not fail"
+        try:
+            self.step(event.x, event.y)
+            fails = False
+        except WorkerError:
+            raise
+        except HetpipeError as error:
+            fails, why = True, str(error)
+        if fails != event.fails:
+            before = "failed" if event.fails else "was trained"
+            raise HetpipeError(
+                f"the training cannot be repeated after a loss: mini-batch {number} {before} on "
+                f"the devices before it, but {why}; continue from a checkpoint"
+            )
 
     def _collect(self, count: int) -> int:
         for _ in range(count):
@@ -213,4 +242,4 @@ def nbytes_of(event: MiniBatch) -> int:
     """Return the size of a mini-batch's tensors in bytes."""
     from torch.utils._pytree import tree_leaves
 
-    return sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(tuple(event)))
+    return sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves((event.x, event.y)))

@@ -8,6 +8,7 @@ never ends it and `faulty:die:0` kills its process there. `faulty:shut:0` cannot
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -182,3 +183,17 @@ def without_descriptors(device: Any, nbytes: int) -> bytes:
             os.dup(0)
         except OSError:
             return bytes(nbytes)
+
+
+def spoil(device: Any) -> None:
+    """Let all later runs on this device return NaN."""
+    run = device._run
+
+    def spoiled(*args: Any) -> list[Any]:
+        outputs: list[Any] = run(*args)
+        for output in outputs:
+            if output.array.dtype.kind == "f":
+                output.array[...] = math.nan
+        return outputs
+
+    device._run = spoiled
