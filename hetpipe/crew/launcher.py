@@ -253,6 +253,18 @@ def _info(member: Member) -> DeviceInfo:
     return infos[member.opened_device]
 
 
+def missing_members(cluster: Cluster) -> list[str]:
+    """Return the members of this host whose devices their backends do not find."""
+    hosts, missing = cluster.connections, []
+    for member in cluster.members:
+        if hosts is None or member.host == hosts.own.name:
+            try:
+                _info(member)
+            except BackendError:
+                missing.append(member.id)
+    return missing
+
+
 def _reference(member: Member) -> str:
     name = _backend(member)
     reference = backend_reference(name)

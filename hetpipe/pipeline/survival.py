@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.launcher import start_servers
-from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
+from hetpipe.crew.launcher import missing_members, start_servers
+from hetpipe.errors import BackendError, ClusterError, HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
@@ -24,7 +24,7 @@ from hetpipe.pipeline.rebalance import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
 from hetpipe.pipeline.survivors import checked_plan, plan_for
 from hetpipe.plan.survival import best_updates
-from hetpipe.words import format_nbytes
+from hetpipe.words import format_nbytes, words
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
@@ -65,6 +65,24 @@ class Moment:
     scale: ScaleState
     not_finite: str | None
     unread: Mapping[str, Mapping[str, Array]]
+
+
+class MissingError(WorkerError):
+    """A crew did not start, because the devices of `members` are not found."""
+
+    def __init__(self, why: str, members: list[str]) -> None:
+        super().__init__(why)
+        self.members = members
+
+
+def _start(cluster: Cluster) -> Crew:
+    """Start a crew. Raises `MissingError` if the devices of some members are not found."""
+    try:
+        return Crew.start(cluster, start_timeout_s=START_S, wait=False)
+    except BackendError as error:
+        if missing := missing_members(cluster):
+            raise MissingError(str(error), missing) from error
+        raise
 
 
 def begin_survival(training: Training, renewed: Callable[[CostTable], None]) -> Survival | None:
@@ -154,7 +172,7 @@ class Survival:
             return False
         cluster = self.absent.cluster(setup.crew.cluster)
         try:
-            best, _ = self._plan_for(cluster)
+            best, _ = plan_for(setup.captured, cluster, self._first, training.plan, setup.tables)
         except PlanError:
             return False
         took_s = self.lost[-1].took_s if self.lost else 0.0
@@ -169,7 +187,13 @@ class Survival:
         cluster = self.absent.cluster(crew.cluster)
         crew.close()
         self.absent.join()
-        self._renew(cluster)
+        try:
+            self._renew(cluster)
+        except PlanError as error:  # a device may have less free memory than before
+            log.warning("%s cannot join: %s", words(members), error)
+            self.absent.lose(members)
+            self._renew(crew.cluster)
+            return
         took_s = time.monotonic() - begin_s
         event = Joined(members, training.steps, training.plan, took_s)
         self.joined.append(event)
@@ -253,6 +277,9 @@ class Survival:
                 break
             except WorkerError as again:
                 error = again
+            except HetpipeError:
+                training.setup.crew.close()  # only a part of the mini-batches is trained again
+                raise
         took_s = time.monotonic() - begin_s
         event = Lost(tuple(names), why, step, training.plan, took_s, replayed)
         self.lost.append(event)
@@ -265,7 +292,7 @@ class Survival:
         """
         training = self._training
         crew, position = training.setup.crew, training.position
-        lost = crew.lost
+        lost = crew.lost + (error.members if isinstance(error, MissingError) else [])
         crew.close()
         if not lost:
             raise error
@@ -295,7 +322,7 @@ class Survival:
         training, kept = self._training, self._latest
         moment = self._moment(kept)
         self._copies.abandon()
-        crew = Crew.start(cluster, start_timeout_s=START_S, wait=False)
+        crew = _start(cluster)
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
@@ -312,10 +339,6 @@ class Survival:
             crew.close()  # nobody else does before the pipeline has it
             raise
         self._renewed(costs)
-
-    def _plan_for(self, cluster: Cluster) -> tuple[Plan, CostTable]:
-        setup = self._training.setup
-        return plan_for(setup.captured, cluster, self._first, self._training.plan, setup.tables)
 
     def _moment(self, kept: Kept) -> Moment:
         """Return the moment of a snapshot, and forget what came before it."""
