@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support")]
 from breaking import KINDS  # noqa: E402
-from broken_cases import CASES, Break, problems, run, undisturbed  # noqa: E402
+from broken_cases import CASES, NO_BREAK, Break, problems, run, undisturbed  # noqa: E402
 
 START_TICKS = 10
 
@@ -37,17 +37,19 @@ def breaks_of(name: str, kind: str) -> Iterator[list[Break]]:
 
 def more_breaks_of(name: str, kind: str, chance: random.Random) -> Iterator[list[Break]]:
     """Yield, after a random break, a second one at every moment of every other worker; and after
-    two random breaks a third one."""
+    two random breaks a third one. If lost members return, the later break comes before or after."""
     case = CASES[name]
     if not case.can_lose_two:
         return
+    pauses: list[list[Break]] = [[], [NO_BREAK]] if case.returns else [[]]
     before = chance.choice([*breaks_of(name, kind)])
-    while True:
+    for losses in (1, 2):
         found = run(case, before)
-        if len(found.lost) < len(before) or len(found.moments) < 2:
+        if len(found.lost) < losses or len(found.moments) < 2:
             return
         breaks = [
-            [*before, Break(member, "kill" if moment < 0 else kind, moment)]
+            [*before, *pause, Break(member, "kill" if moment < 0 else kind, moment)]
+            for pause in pauses
             for member, moments in found.moments.items()
             for moment in range(-START_TICKS, len(moments))
         ]
@@ -80,7 +82,7 @@ def main() -> int:
             all_breaks += more_breaks_of(name, kind, chance)
         for breaks in all_breaks:
             is_chosen = 0 <= share.random() - chosen.skip < chosen.part
-            if len(breaks) not in numbers or not is_chosen:
+            if len(breaks) - breaks.count(NO_BREAK) not in numbers or not is_chosen:
                 continue
             if time.monotonic() > end_s:
                 break

@@ -24,12 +24,17 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
+from hetpipe.capture.precision import Precision
+from hetpipe.checkpoint import series
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
-from hetpipe.pipeline import absent, planning, survival
+from hetpipe.errors import NotFiniteError
+from hetpipe.pipeline import absent, learning, planning, survival
+from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.planning import free_table
+from hetpipe.pipeline.rebalance import Move
 from hetpipe.plan.plan import Plan
 
 SAMPLES = 16
@@ -164,6 +169,93 @@ def fit(pipe: hp.Pipeline) -> Iterator[Any]:
     yield pipe.state_dict()
 
 
+def rebalance(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Move layers to the other devices of a slow one, there and back, where costs say so."""
+    factors: dict[str, float] = {}
+
+    def ratios_of(timelines: Any, plan: Plan, table: CostTable) -> dict[str, list[float]]:
+        return {device: [factors.get(device, 1.0) for _ in timelines] for device in plan.devices}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "ratios_of", ratios_of)
+        for result in pipe.run(batches(8)):
+            yield result.loss
+            if result.index in (3, 6):
+                factors["m0"] = 4.0 if result.index == 3 else 1.0
+                pipe.rebalance()
+    yield pipe.state_dict()
+
+
+def follow(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Move a layer before every second mini-batch, as `rebalance="auto"` does."""
+    for number, (x, y) in enumerate(batches(5)):
+        if number % 2 and (moved := _moved(pipe.plan)) is not None:
+            pipe._rebalancer._next = Move(pipe.plan, moved, 0.0)
+        yield pipe.step(x, y)
+    yield pipe.state_dict()
+
+
+def _moved(plan: Plan) -> Plan | None:
+    """Return the plan with a layer moved between its last two stages, unless it is impossible."""
+    if len(plan.stages) < 2 or max(plan.replicas) > 1:
+        return None
+    *others, first, second = plan.stages
+    cut = first.hi - 1 if first.hi - first.lo > 1 else first.hi + 1
+    stages = *others, replace(first, hi=cut), replace(second, lo=cut)
+    return None if cut == second.hi else replace(plan, stages=stages)
+
+
+def vary(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Train on mini-batches of other sizes that change afterwards, and some that are not finite."""
+    for number, (x, y) in enumerate(batches(6)):
+        own_x, own_y = x[: 16 - 4 * (number % 3)].clone(), y[: 16 - 4 * (number % 3)].clone()
+        if number == 3 and not pipe._training.streams:
+            own_x[5, 2] = math.nan
+        try:
+            yield pipe.step(own_x, own_y)
+        except NotFiniteError:
+            yield -1.0
+        own_x.zero_()
+        own_y.zero_()
+    yield pipe.ema_state_dict()
+    yield pipe.evaluate(batches(2), ema=True).loss
+    yield pipe.state_dict()
+
+
+def stumble(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Continue after a source of mini-batches has failed, and after a run that ends early."""
+
+    def source() -> Iterator[Batch]:
+        yield from batches(3)
+        raise ValueError("no more")
+
+    with suppress(ValueError):
+        for result in pipe.run(source()):
+            yield result.loss
+    for number, result in enumerate(pipe.run(batches(6)[3:])):
+        yield result.loss
+        if number == 1:
+            break
+    yield from train(pipe, 8, 6)
+
+
+def save(pipe: hp.Pipeline) -> Iterator[Any]:
+    """Train, and read the last automatic checkpoint."""
+    yield from train(pipe)
+    pipe._autosave.finish()
+    assert pipe._autosave._series is not None
+    saved = series.load(pipe._autosave._series.directory)
+    yield saved.manifest["step"], saved.manifest["updates"]
+    yield from (saved.tensors[role] for role in ("param", "buffer", "state"))
+
+
+def scale(pipe: hp.Pipeline) -> Iterator[Any]:
+    for result in pipe.run(batches(6)):
+        yield result.loss
+        yield pipe.loss_scale, pipe.skipped
+    yield pipe.state_dict()
+
+
 @dataclass(frozen=True)
 class Case:
     """A training. `members` as for `pipelines.pipeline`, or "" if the planner chooses the plan;
@@ -174,10 +266,14 @@ class Case:
     options: Mapping[str, Any]
     script: Script = train
     make: Callable[[], nn.Module] = make_plain
+    returns: bool = False
+    """Whether each lost member is back, and joins, before the next mini-batch."""
 
     @property
     def streams(self) -> bool:
-        return self.options["schedule"] in ("pipedream", "asp")
+        """Whether the plan changes the results: mini-batches follow each other without a flush."""
+        is_stream = self.options["schedule"] in ("pipedream", "asp")
+        return is_stream and self.script not in (step, follow, vary, save)
 
     @property
     def can_lose_two(self) -> bool:
@@ -195,13 +291,15 @@ class Case:
 
 
 def _case(members: Any, count: int, schedule: str, **options: Any) -> Case:
-    own = {name: options.pop(name) for name in ("script", "make") if name in options}
+    names = "script", "make", "returns"
+    own = {name: options.pop(name) for name in names if name in options}
     spares = [f"m{n}" for n in range(count)][-1:] if options.pop("spare", False) else []
     every = options.pop("snapshot_every", 2)
     options = {"schedule": schedule, "spares": spares, "snapshot_every": every, **options}
     return Case(members, count, options, **own)
 
 
+VARIED = {"ema": 0.9, "optimizer": hp.optim.adamw(lr=lambda update: 1e-2 / update)}
 MIXED = ["m0", ("m1", "m2")]
 CASES: dict[str, Case] = {
     "1f1b": _case("01", 2, "1f1b"),
@@ -239,7 +337,30 @@ CASES: dict[str, Case] = {
     "gradients": _case("012", 3, "1f1b", script=differentiate),
     "diagnosed": _case("01", 3, "1f1b", spare=True, script=diagnose),
     "fit": _case("012", 3, "1f1b", script=fit),
-}
+    "rebalanced": _case("", 3, "1f1b", spare=True, script=rebalance, snapshot_every=16),
+    "moved": _case("012", 3, "1f1b", script=follow),
+    "moved-tied": _case("012", 3, "1f1b", script=follow, make=make_tied, snapshot_every=8),
+    "moved-stream": _case("012", 4, "pipedream", spare=True, script=follow, snapshot_every=8),
+    "returned": _case("012", 3, "1f1b", returns=True),
+    "returned-spare": _case("01", 3, "1f1b", spare=True, returns=True, script=evaluate),
+    "returned-stream": _case("012", 3, "pipedream", returns=True, script=step),
+    "returned-accumulated": _case("012", 3, "1f1b", returns=True, accumulate=2),
+    "varied": _case("012", 3, "1f1b", script=vary, snapshot_every=8, **VARIED),
+    "varied-accumulated": _case(
+        "012", 3, "1f1b", script=vary, snapshot_every=8, accumulate=2, **VARIED
+    ),
+    "varied-stream": _case(
+        "012", 4, "pipedream", spare=True, script=vary, snapshot_every=8, **VARIED
+    ),
+    "stumbled": _case("012", 3, "1f1b", script=stumble, snapshot_every=16),
+    "stumbled-stream": _case("012", 4, "pipedream", spare=True, script=stumble, snapshot_every=16),
+    "scaled": _case(
+        "012", 3, "1f1b", script=scale, snapshot_every=16, precision=Precision("float16"),
+        loss_scale=hp.LossScale(2.0**19, interval=2),
+    ),
+    "saved": _case("", 3, "1f1b", script=save, every=1),
+    "saved-stream": _case("", 3, "pipedream", spare=True, script=save, every=1, snapshot_every=8),
+}  # fmt: skip
 
 
 class Break(NamedTuple):
@@ -253,6 +374,10 @@ class Break(NamedTuple):
     moment: int
 
 
+NO_BREAK = Break("", "", 0)
+"""Leaves a crew whole."""
+
+
 @dataclass
 class Run:
     """A training that has ended."""
@@ -261,6 +386,7 @@ class Run:
     """The first plan."""
     notes: list[Noted] = field(default_factory=list)
     lost: tuple[hp.Lost, ...] = ()
+    joined: tuple[hp.Joined, ...] = ()
     moments: dict[str, list[str]] = field(default_factory=dict)
     """By member, the moments of the workers that remain at the end."""
     broken_s: list[float] = field(default_factory=list)
@@ -276,7 +402,7 @@ class Run:
 def opened(case: Case, crew: Crew, **options: Any) -> hp.Pipeline:
     """Open a pipeline whose costs say that layers take long and messages no time."""
     task = case.make(), nn.functional.cross_entropy, batches(1)[0]
-    captured = shared(*task)
+    captured = shared(*task, case.options.get("precision", Precision()))
     options = {
         "microbatches": 4, "survive": "auto", "optimizer": OPTIMIZER, **case.options,
         **options,
@@ -305,9 +431,11 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
     """Run a training, and break it: the first break in the first crew, and so on."""
     left, ending = [*breaks], Ending()
     with tempfile.TemporaryDirectory() as folder:
+        if "every" in case.options:
+            options["checkpoint"] = Path(folder, "saved")
 
         def arm(crew: Crew) -> None:
-            asked = left.pop(0) if left else Break("", "", 0)
+            asked = left.pop(0) if left else NO_BREAK
             note = Path(folder, str(len(breaks) - len(left)))
             if asked.moment < 0:
                 _kill_at_start(crew, asked, note, ending)
@@ -317,7 +445,11 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
                 arms[asked.member] = asked.kind, asked.moment, str(note)
             crew.begin_each("breaking:arm", arms)
 
-        with starting(arm), _crew_of(case) as crew, opened(case, crew, **options) as pipe:
+        with (
+            starting(arm, case.returns),
+            _crew_of(case) as crew,
+            opened(case, crew, **options) as pipe,
+        ):
             arm(crew)
             found = Run(pipe.plan)
             for value in case.script(pipe):
@@ -331,8 +463,8 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
 
             # A worker that broke after its last reply is lost in this call.
             found.moments = pipe._delivery.call("moments", moments)
-            found.lost = pipe.lost
-        for file in sorted(Path(folder).iterdir()):
+            found.lost, found.joined = pipe.lost, pipe.joined
+        for file in sorted(Path(folder).glob("[0-9]")):
             found.broken_s.append(float(file.read_text()))
     return found
 
@@ -373,8 +505,17 @@ def _kill_at_start(crew: Crew, asked: Break, note: Path, ending: Ending) -> None
 
 
 @contextmanager
-def starting(arm: Callable[[Crew], None]) -> Iterator[None]:
-    """Call `arm` with each crew that starts after a loss."""
+def starting(arm: Callable[[Crew], None], returns: bool = False) -> Iterator[None]:
+    """Call `arm` with each crew that starts after a loss. If lost members return, a look for them
+    waits until they are back."""
+    look = Absent.look
+
+    def look_until_back(self: Absent, present: Cluster) -> bool:
+        back = look(self, present)
+        while self._trial is not None:
+            time.sleep(TICK_S)
+            back = look(self, present) or back
+        return back
 
     class Armed(Crew):
         @classmethod
@@ -386,7 +527,8 @@ def starting(arm: Callable[[Crew], None]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(survival, "Crew", Armed)
         patch.setattr(planning, "profile", _profile)
-        patch.setattr(absent, "FIRST_S", NEVER_S)
+        patch.setattr(absent, "FIRST_S", 0.0 if returns else NEVER_S)
+        patch.setattr(Absent, "look", look_until_back)
         yield
 
 
@@ -402,7 +544,8 @@ def problems(name: str, found: Run, breaks: Sequence[Break]) -> list[str]:
     if breaks and not found.broken_s:  # a second moment may come after the end
         texts.append("no break has happened")
     lost = [member for event in found.lost for member in event.members]
-    if lost != [each.member for each in breaks[: len(found.broken_s)]]:
+    named = [each.member for each in breaks if each.member]
+    if lost != named[: len(found.broken_s)]:
         texts.append(f"lost {lost}")
     if len(found.notes) != len(whole.notes):
         texts.append(f"{len(found.notes)} results instead of {len(whole.notes)}")

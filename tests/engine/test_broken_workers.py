@@ -7,7 +7,7 @@ import random
 from itertools import product
 
 import pytest
-from broken_cases import CASES, Break, problems, run, undisturbed
+from broken_cases import CASES, NO_BREAK, Break, problems, run, undisturbed
 
 DRAWS = 2
 
@@ -55,3 +55,19 @@ def test_a_replay_updates_after_the_same_mini_batches(name: str) -> None:
     found = run(CASES[name], breaks)
     assert not problems(name, found, breaks)
     assert found.lost[0].replayed == found.lost[0].step
+
+
+@pytest.mark.parametrize("name", ["moved", "moved-tied", "moved-stream", "rebalanced"])
+def test_layers_move_in_the_cases_with_moves(name: str) -> None:
+    assert undisturbed(name).moments["m1"].count("load") > 1
+
+
+def test_a_member_is_lost_again_after_each_return() -> None:
+    breaks = [
+        Break("m1", "kill", 30), NO_BREAK, Break("m1", "kill", 20), NO_BREAK,
+        Break("m1", "raise", 15),
+    ]  # fmt: skip
+    found = run(CASES["returned"], breaks)
+    assert not problems("returned", found, breaks)
+    assert [event.members for event in found.joined] == [("m1",)] * 3
+    assert found.joined[-1].plan.all_devices == ("m0", "m1", "m2")
