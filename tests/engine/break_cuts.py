@@ -44,25 +44,28 @@ FREE_S = 60.0
 ended."""
 
 
-def start(net: Network, *arguments: object) -> subprocess.Popen[str]:
-    """Start agents that stay on all hosts but the first, and this script on the first."""
+@contextmanager
+def started(net: Network, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Yield this script on the first host, with agents that stay on the others."""
     environment = {
         "HETPIPE_SECRET": "a secret of the tests alone",
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *FOLDERS]),
     }
+    agents = []
     for host in net.hosts[1:]:
         address = f"{net.address(host)}:{PORT}"
-        agent = sys.executable, "-m", "hetpipe", "agent", "--stay", "--listen", address
+        command = sys.executable, "-m", "hetpipe", "agent", "--stay", "--listen", address
         unplug = " ".join(plug(net.switch, host, "down"))
-        subprocess.Popen(
-            net.command(host, *agent, "--name", host),
-            env={**os.environ, **environment, "HETPIPE_TEST_CUT": unplug},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        variables = {**environment, "HETPIPE_TEST_CUT": unplug}
+        agents.append(net.start(host, *command, "--name", host, **variables))
     script = sys.executable, "-u", __file__, "--switch", net.switch, *arguments
-    return net.start(net.hosts[0], *script, **environment)
+    try:
+        yield net.start(net.hosts[0], *script, **environment)
+    finally:
+        for host in net.hosts:
+            net.kill(host)
+        for agent in agents:
+            agent.communicate()
 
 
 def plug(switch: str, host: str, state: str) -> list[str]:
@@ -160,12 +163,12 @@ def main() -> int:
         return cut(chosen)
     status = 0
     with ExitStack() as stack:
-        started = []
+        lanes = []
         for lane in range(chosen.lanes):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             net = stack.enter_context(network(MOST_HOSTS, Path(folder)))
-            started.append(start(net, "--lane", lane, *sys.argv[1:]))
-        for process in started:
+            lanes.append(stack.enter_context(started(net, "--lane", lane, *sys.argv[1:])))
+        for process in lanes:
             words, _ = process.communicate()
             print(words, flush=True)
             status |= process.returncode

@@ -250,14 +250,15 @@ def _survive(chosen: argparse.Namespace, event: Event, whole: Seen) -> tuple[str
         lost = re.findall(r"^lost (\S+) (\d+) (.*)$", seen.text, re.MULTILINE)
         if {members for members, *_ in lost} != ({event.members} if event.members else set()):
             problems.append(f"lost {lost}")
-        if whole.plans[0].rule.flushes:
-            losses, weights = whole.losses, whole.weights
-        else:
+        expected = losses = whole.losses
+        weights = whole.weights
+        if not whole.plans[0].rule.flushes:
+            expected, _ = _continued(chosen, seen.plans[:1], [])  # `whole` may have another plan
             losses, weights = _continued(chosen, seen.plans, [int(begin) for _, begin, _ in lost])
         # A result may have been given before a loss, with the first plan.
         errors = [
-            min(abs(loss - other) / abs(other) for other in (expected, losses[number]))
-            for number, (loss, expected) in enumerate(zip(seen.losses, whole.losses, strict=True))
+            min(abs(loss - other) / abs(other) for other in others)
+            for loss, *others in zip(seen.losses, expected, losses, strict=True)
         ]
         worst = max(
             float((seen.weights[name] - value).abs().max()) for name, value in weights.items()
