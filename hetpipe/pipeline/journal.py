@@ -194,19 +194,19 @@ class Recorded(Training):
         return self._collect(1) if self.is_full and left > 0 else 0
 
     def _step_again(self, event: MiniBatch) -> None:
-        number, why = self.steps, "on these devices it does not fail"
+        number, now = self.steps, "does not fail now"
         try:
             self.step(event.x, event.y)
             fails = False
         except WorkerError:
             raise
         except HetpipeError as error:
-            fails, why = True, str(error)
+            fails, now = True, f"fails now: {error}"
         if fails != event.fails:
             before = "failed" if event.fails else "was trained"
             raise HetpipeError(
-                f"the training cannot be repeated after a loss: mini-batch {number} {before} on "
-                f"the devices before it, but {why}; continue from a checkpoint"
+                f"the training cannot be repeated after a loss: mini-batch {number} {before} "
+                f"before the loss, and {now}; continue from a checkpoint"
             )
 
     def _collect(self, count: int) -> int:

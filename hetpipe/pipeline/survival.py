@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.copies import Copies, Kept
-from hetpipe.crew.crew import Crew
-from hetpipe.crew.launcher import missing_members, start_servers
-from hetpipe.errors import BackendError, ClusterError, HetpipeError, PlanError, WorkerError
+from hetpipe.crew.launcher import start_servers
+from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
@@ -22,7 +21,7 @@ from hetpipe.pipeline.copied import values_of
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.rebalance import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
-from hetpipe.pipeline.survivors import checked_plan, plan_for
+from hetpipe.pipeline.survivors import MissingError, checked_plan, plan_for, start_crew
 from hetpipe.plan.survival import best_updates
 from hetpipe.words import format_nbytes, words
 
@@ -46,8 +45,6 @@ RECENT = 8
 """The number of latest results that tell how long a step takes."""
 STUCK_S, STUCK = 60.0, 50
 """A pass is stuck after these seconds, if they are also as many times the longest recent step."""
-START_S = 60.0
-"""Seconds in which a device opens after a loss."""
 TRIES = 3
 """A training ends at this number of errors in workers at the same mini-batch."""
 log = logging.getLogger("hetpipe")
@@ -65,24 +62,6 @@ class Moment:
     scale: ScaleState
     not_finite: str | None
     unread: Mapping[str, Mapping[str, Array]]
-
-
-class MissingError(WorkerError):
-    """A crew did not start, because the devices of `members` are not found."""
-
-    def __init__(self, why: str, members: list[str]) -> None:
-        super().__init__(why)
-        self.members = members
-
-
-def _start(cluster: Cluster) -> Crew:
-    """Start a crew. Raises `MissingError` if the devices of some members are not found."""
-    try:
-        return Crew.start(cluster, start_timeout_s=START_S, wait=False)
-    except BackendError as error:
-        if missing := missing_members(cluster):
-            raise MissingError(str(error), missing) from error
-        raise
 
 
 def begin_survival(training: Training, renewed: Callable[[CostTable], None]) -> Survival | None:
@@ -116,6 +95,7 @@ class Survival:
         self._first = training.plan
         self._since = 0  # when the present workers began, or a checkpoint was restored
         self._begun = 0  # the number of mini-batches before the last snapshot
+        self._plan = training.plan  # of the last snapshot, or of the plan after a loss
         self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
         self.lost: list[Lost] = []
         self.joined: list[Joined] = []
@@ -162,7 +142,7 @@ class Survival:
         self._limit_passes()
         since = training.mini_batches - self._begun
         is_full = since > 0 and self.nbytes + training.journal_nbytes > self._budget_nbytes
-        return is_full or since >= self._every(latest)
+        return training.plan is not self._plan or is_full or since >= self._every(latest)
 
     @property
     def join_pays(self) -> bool:
@@ -202,9 +182,12 @@ class Survival:
     def snapshot(self) -> None:
         """Begin a snapshot of a training at rest, once the snapshot before it is complete."""
         training = self._training
+        has_moved = training.plan is not self._plan
         self._copies.wait(training.setup.crew.check)
         self._snapshot_again(training.position)
         training.record_snapshot()
+        if has_moved:  # a replay from before would give a stream weights of other ages
+            self._copies.wait(training.setup.crew.check)
 
     def _snapshot_again(self, position: int) -> None:
         """Begin a snapshot at a position of the journal."""
@@ -215,6 +198,7 @@ class Survival:
         )  # fmt: skip
         training.setup.crew.copy(self._copies, moment)
         self._begun = training.mini_batches_before(position)
+        self._plan = training.plan
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which is repeated after a loss that the training survives.
@@ -234,9 +218,8 @@ class Survival:
         """
         training = self._training
         recent = [result.took_s for result in [*training.results.history][-RECENT:]]
-        if training.setup.passes.pass_limit_s is not None:
-            return
-        if recent and training.steps - self._since >= RECENT:
+        is_known = bool(recent) and training.steps - self._since >= RECENT
+        if is_known and training.setup.passes.pass_limit_s is None:
             training.setup.crew.pass_limit_s = max(STUCK_S, STUCK * max(recent))
 
     def _every(self, latest: Kept) -> int:
@@ -322,7 +305,7 @@ class Survival:
         training, kept = self._training, self._latest
         moment = self._moment(kept)
         self._copies.abandon()
-        crew = _start(cluster)
+        crew = start_crew(cluster)
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
@@ -335,6 +318,7 @@ class Survival:
             self._since = moment.steps
             setup = replace(setup, plan=plan)
             training.renew(setup, values, moment.steps, before.updates_under(plan))
+            self._plan = training.plan
         except BaseException:
             crew.close()  # nobody else does before the pipeline has it
             raise

@@ -1,4 +1,4 @@
-"""Plans again for the remaining devices after a loss."""
+"""Starts workers on the remaining devices after a loss, and plans again for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.launcher import missing_members
 from hetpipe.crew.workers import share_operators
-from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.errors import BackendError, HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.options import PlanOptions
@@ -23,6 +25,28 @@ if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.pipeline.setup import Setup
+
+
+START_S = 60.0
+"""Seconds in which a device opens."""
+
+
+class MissingError(WorkerError):
+    """A crew did not start, because the devices of `members` are not found."""
+
+    def __init__(self, why: str, members: list[str]) -> None:
+        super().__init__(why)
+        self.members = members
+
+
+def start_crew(cluster: Cluster) -> Crew:
+    """Start a crew. Raises `MissingError` if the devices of some members are not found."""
+    try:
+        return Crew.start(cluster, start_timeout_s=START_S, wait=False)
+    except BackendError as error:
+        if missing := missing_members(cluster):
+            raise MissingError(str(error), missing) from error
+        raise
 
 
 def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostTable]:

@@ -31,7 +31,7 @@ from hetpipe.cluster.member import Member
 from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import NotFiniteError
-from hetpipe.pipeline import absent, learning, planning, survival
+from hetpipe.pipeline import absent, learning, planning, survivors
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.planning import free_table
 from hetpipe.pipeline.rebalance import Move
@@ -245,7 +245,7 @@ def save(pipe: hp.Pipeline) -> Iterator[Any]:
     pipe._autosave.finish()
     assert pipe._autosave._series is not None
     saved = series.load(pipe._autosave._series.directory)
-    yield saved.manifest["step"], saved.manifest["updates"]
+    yield saved.manifest["step"], max(saved.manifest["updates"])
     yield from (saved.tensors[role] for role in ("param", "buffer", "state"))
 
 
@@ -525,7 +525,7 @@ def starting(arm: Callable[[Crew], None], returns: bool = False) -> Iterator[Non
             return crew
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survival, "Crew", Armed)
+        patch.setattr(survivors, "Crew", Armed)
         patch.setattr(planning, "profile", _profile)
         patch.setattr(absent, "FIRST_S", 0.0 if returns else NEVER_S)
         patch.setattr(Absent, "look", look_until_back)

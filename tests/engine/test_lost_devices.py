@@ -25,6 +25,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline import survival
 from hetpipe.pipeline.planning import free_table
+from hetpipe.pipeline.rebalance import Move
 from hetpipe.sdk.host import registry
 
 SAMPLES = 12
@@ -190,6 +191,29 @@ def test_a_spare_takes_the_place_of_a_lost_member(crews: Crews) -> None:
     for name, value in whole[1].items():
         assert torch.equal(broken[1][name], value), name
     assert broken[2][0].plan.all_devices == ("m0", "m3", "m2")
+
+
+def test_a_replay_in_a_stream_begins_after_the_last_move(crews: Crews) -> None:
+    found = []
+    for kills in (False, True):
+        crew, losses = crews((DEVICE,) * 3, "shared-memory"), []
+        victim, options = pid_of(crew, "m1"), {"schedule": "pipedream", "snapshot_every": 16}
+        with opened(crew, members="01", spares=["m2"], **options) as pipe:
+            for result in pipe.run(batches(12)):
+                losses.append(result.loss)
+                if result.index == 4:
+                    first, second = pipe.plan.stages
+                    cut = 3 - first.hi
+                    stages = replace(first, hi=cut), replace(second, lo=cut)
+                    moved = replace(pipe.plan, stages=stages)
+                    pipe._rebalancer._next = Move(pipe.plan, moved, 0.0)
+                if kills and result.index == 8:
+                    os.kill(victim, signal.SIGKILL)
+            assert len(pipe.lost) == kills
+            found.append((losses, pipe.state_dict()))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(found[1][1][name], value), name
 
 
 def test_a_member_that_comes_back_joins(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
