@@ -282,7 +282,8 @@ def _continued(
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (plan, end) in enumerate(zip(plans, (*begins, 16), strict=True)):
-            members = tuple(Member(name, DEVICE) for name in dict.fromkeys(plan.all_devices))
+            names = dict.fromkeys([*plan.all_devices, "spare"])
+            members = tuple(Member(name, DEVICE) for name in names)
             with hp.Pipeline(
                 work.model, work.loss_fn, batches[0], plan=plan, survive="auto", snapshot_every=4,
                 cluster=hp.Cluster(members, transport="shared-memory"),
