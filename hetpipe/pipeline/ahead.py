@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline.batches import sizes_of, slices
-from hetpipe.pipeline.journal import copied
+from hetpipe.pipeline.batches import copied, sizes_of, slices
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
 
 from hetpipe.buckets import like
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.crew.request import StepResult
     from hetpipe.plan.plan import Plan
+
+T = TypeVar("T")
 
 
 def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
@@ -134,3 +138,16 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
             "result is not finite, and says whether a device or the numbers are to blame.",
         )
     return mean
+
+
+def copied(values: T) -> T:
+    """Return a mini-batch, or a part of one, whose tensors the caller does not have."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return cast("T", tree_map(copy, values))

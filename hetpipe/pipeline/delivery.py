@@ -12,9 +12,9 @@ from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.errors import HetpipeError, NotFiniteError, WorkerError
 from hetpipe.pipeline.ahead import Ahead
 from hetpipe.pipeline.autosave import Autosave
+from hetpipe.pipeline.batches import copied
 from hetpipe.pipeline.forwards import Evaluation, Forwards, Means, Metric, output_of
 from hetpipe.pipeline.guard import Guard
-from hetpipe.pipeline.journal import copied
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.remote import Remote, RemoteBatches
 from hetpipe.pipeline.results import Result

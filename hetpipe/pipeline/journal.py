@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.pipeline.batches import copied
 from hetpipe.pipeline.stages import Stages
 from hetpipe.pipeline.training import Training
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.results import Result
     from hetpipe.pipeline.setup import Setup
     from hetpipe.profile.measure import Progress
-
-T = TypeVar("T")
 
 
 class Mark(Enum):
@@ -223,19 +220,6 @@ class Recorded(Training):
             raise
         except HetpipeError:
             pass
-
-
-def copied(values: T) -> T:
-    """Return a mini-batch, or a part of one, whose tensors the caller does not have."""
-    import torch
-    from torch.utils._pytree import tree_map
-
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()
-        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-    return cast("T", tree_map(copy, values))
 
 
 def nbytes_of(event: MiniBatch) -> int:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -112,10 +113,7 @@ def cut(chosen: argparse.Namespace) -> int:
     """Run trainings on the hosts of this namespace's network."""
     logging.disable()
     end_s, lane = time.monotonic() + chosen.end_s, chosen.lane
-    local = broken_cases._crew_of
-    broken_cases._crew_of = lambda case, names=(): (
-        local(case, names) if names else crew_over_hosts(chosen.switch, case)
-    )  # type: ignore[assignment]
+    broken_cases.make_crew = partial(crew_over_hosts, chosen.switch)
     failures, waits_s, found_s = 0, list[float](), list[float]()
     for name in chosen.cases or CUT:
         breaks = [

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -447,7 +447,7 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
 
         with (
             starting(arm, case.returns),
-            _crew_of(case) as crew,
+            make_crew(case) as crew,
             opened(case, crew, **options) as pipe,
         ):
             arm(crew)
@@ -473,6 +473,10 @@ def _crew_of(case: Case, names: Sequence[str] = ()) -> Crew:
     ids = names or [f"m{n}" for n in range(case.count)]
     members = tuple(Member(name, DEVICE) for name in ids)
     return Crew.start(Cluster(members, transport="shared-memory"))
+
+
+make_crew: Callable[[Case], AbstractContextManager[Crew]] = _crew_of
+"""Starts the first crew of a run."""
 
 
 class Ending:
