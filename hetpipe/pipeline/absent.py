@@ -11,7 +11,7 @@ from dataclasses import replace
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.parts import without
 from hetpipe.crew.workers import Workers
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import ClusterError, HetpipeError
 
 FIRST_S = 10.0
 """Seconds after a loss until hetpipe looks whether the member is back. They are doubled if it was
@@ -39,6 +39,7 @@ class Absent:
         self._due_s: dict[str, float] = {}  # of the lost members
         self._back: set[str] = set()
         self._trial: tuple[str, Workers] | None = None
+        self._retried_at = -1
 
     @property
     def back(self) -> Collection[str]:
@@ -59,6 +60,26 @@ class Absent:
         cluster = without(self._cluster, gone)
         members = tuple(here.get(member.id, member) for member in cluster.members)
         return replace(cluster, members=members)
+
+    def remaining(self, present: Cluster, lost: Collection[str], position: int) -> Cluster:
+        """Return the cluster that continues after a loss at this `position` of a training.
+
+        If no member is left, all members whose hosts answer are tried again as a last resort, once
+        at a position. Raises `ClusterError` if there is none, or the second time.
+        """
+        try:
+            return self.cluster(present, lost)
+        except ClusterError:
+            if position == self._retried_at:
+                raise
+        self._retried_at = position
+        self.close()
+        self._back |= self._due_s.keys()
+        cluster = self.cluster(present)
+        self._back &= {*cluster.ids}
+        for member in self._back:
+            del self._due_s[member]
+        return cluster
 
     def lose(self, members: Iterable[str]) -> None:
         """Note a loss."""

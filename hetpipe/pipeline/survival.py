@@ -271,7 +271,7 @@ class Survival:
     def _remove_lost(self, error: WorkerError) -> tuple[list[str], Cluster]:
         """End the crew. Return its lost members, and the cluster of the others.
 
-        Raises an error if no lost member is known, or if no other is there.
+        Raises an error if no lost member is known, or if no member is left.
         """
         training = self._training
         crew, position = training.setup.crew, training.position
@@ -289,7 +289,7 @@ class Survival:
                 ) from error
         self.absent.lose(lost)
         try:
-            cluster = self.absent.cluster(crew.cluster, lost)
+            cluster = self.absent.remaining(crew.cluster, lost, position)
         except ClusterError:
             raise WorkerError(
                 f"{error}; no device is left to continue; with checkpoint= the script continues "

@@ -36,6 +36,19 @@ def test_devices_that_refuse_to_open_are_lost(tmp_path: Path) -> None:
         assert pipe.plan.all_devices == ("m4",)
 
 
+def test_a_training_ends_if_no_lost_device_opens_again(tmp_path: Path) -> None:
+    register_backend(FaultyBackend)
+    members = tuple(Member(f"m{n}", "faulty:away:0") for n in range(2))
+    options = {"faulty": BackendOptions({"away": "file"}, tmp_path)}
+    cluster = Cluster(members, transport="shared-memory", options=options)
+    with Crew.start(cluster) as crew, opened(crew, members="01") as pipe:
+        pipe.step(*batches(1)[0])
+        (tmp_path / "file").touch()
+        kill(crew, "m0")
+        with pytest.raises(WorkerError, match=r"the driver is away.*no device is left"):
+            pipe.step(*batches(1)[0])
+
+
 @pytest.fixture
 def mixed(tmp_path: Path) -> Iterator[Crew]:
     register_backend(FaultyBackend)

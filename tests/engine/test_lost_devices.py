@@ -22,7 +22,7 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.errors import HetpipeError
 from hetpipe.pipeline import survival
 from hetpipe.pipeline.planning import free_table
 from hetpipe.pipeline.rebalance import Move
@@ -254,16 +254,21 @@ def test_a_spare_that_can_run_no_stage_is_refused(crews: Crews) -> None:
         opened(crew, members="01", spares=["m2"], costs=costs_of(crew, m2=unable))
 
 
-def test_a_loss_of_all_devices_ends_a_training(crews: Crews) -> None:
-    crew = crews((DEVICE,) * 2, "shared-memory")
-    with opened(crew, members="01") as pipe:
-        pipe.step(*batches(1)[0])
-        kill(crew, "m0")
-        pipe.step(*batches(1)[0])
-        assert pipe.plan.all_devices == ("m1",)
-        kill(pipe._crew, "m1")
-        with pytest.raises(WorkerError, match="no device is left"):
-            pipe.step(*batches(1)[0])
+def test_lost_devices_are_tried_again_when_none_is_left(crews: Crews) -> None:
+    """They may have been lost for a moment only, for instance when memory ran out."""
+    data = batches(4)
+    with opened(crews((DEVICE,) * 2, "shared-memory"), members="01") as whole:
+        expected = [whole.step(*batch) for batch in data]
+    with opened(crews((DEVICE,) * 2, "shared-memory"), members="01") as pipe:
+        losses = [pipe.step(*data[0])]
+        for batch, member, left in zip(
+            data[1:], ("m0", "m1", "m0"), ("m1", "m0m1", "m1"), strict=True
+        ):
+            kill(pipe._crew, member)
+            losses.append(pipe.step(*batch))
+            assert "".join(pipe.plan.all_devices) == left
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert [event.members for event in pipe.lost] == [("m0",), ("m1",), ("m0",)]
 
 
 @pytest.mark.parametrize(
