@@ -19,7 +19,7 @@ from hetpipe.crew.control import Control, Reports
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.crew.forkserver import server_for
 from hetpipe.crew.plugboard import Outside, Plugboard
-from hetpipe.crew.remote import ControlPart, HostsFleet, RemoteFleet
+from hetpipe.crew.remote import LAUNCH_S, ControlPart, HostsFleet, RemoteFleet
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.hosts.hosts import Hosts
 from hetpipe.process import shadow
@@ -254,14 +254,20 @@ def _info(member: Member) -> DeviceInfo:
 
 
 def missing_members(cluster: Cluster) -> list[str]:
-    """Return the members of this host whose devices their backends do not find."""
-    hosts, missing = cluster.connections, []
+    """Return the members whose devices their backends do not find on their hosts.
+
+    Raises `WorkerError` for a lost host.
+    """
+    if (hosts := cluster.connections) is not None:
+        parts = {member.host: (part_of(cluster, member.host),) for member in cluster.members}
+        found = hosts.call_each(LAUNCH_S, missing_members, parts)
+        return [member for members in found.values() for member in members]
+    missing = []
     for member in cluster.members:
-        if hosts is None or member.host == hosts.own.name:
-            try:
-                _info(member)
-            except BackendError:
-                missing.append(member.id)
+        try:
+            _info(member)
+        except BackendError:
+            missing.append(member.id)
     return missing
 
 

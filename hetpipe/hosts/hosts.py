@@ -220,11 +220,14 @@ class Hosts:
     def call_each(
         self, limit_s: float, function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]
     ) -> dict[str, Any]:
-        """Do the same as `call_all`, with other arguments on each host."""
+        """Do the same as `call_all`, on the hosts of `arguments`, with other arguments on each."""
         finishes = {
-            name: other.begin(Run(function, arguments[name])) for name, other in self.others.items()
+            name: self.others[name].begin(Run(function, given))
+            for name, given in arguments.items()
+            if name != self.own.name
         }
-        results = {self.own.name: function(*arguments[self.own.name])}
+        own = arguments.get(self.own.name)
+        results = {} if own is None else {self.own.name: function(*own)}
         return results | {name: finish(limit_s) for name, finish in finishes.items()}
 
     def iterate(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from agents import end, free_address, hosts, patched_secret, start_agent
 from crews import Crews, eventually
+from hetpipe.backends.numpy import NumpyBackend
 from pipelines import in_one_place
 from test_lost_devices import DEVICE, batches, opened, pid_of, trained
 
@@ -103,6 +104,23 @@ def test_a_spare_takes_the_place_of_a_lost_host(crews: Crews, three: Cluster) ->
     (lost,) = found[2]
     assert lost.plan.all_devices == ("m0", "m3", "m2")
     assert re.search(r"host 'h1' .* is lost", lost.why)
+
+
+def test_a_device_of_another_host_that_is_not_found_is_lost(crews: Crews) -> None:
+    """It is sought when the workers start again after the loss of another one."""
+
+    def remove(crew: Crew) -> None:
+        connections = crew.cluster.connections
+        assert connections is not None
+        connections.call_each(10.0, setattr, {"h1": (NumpyBackend, "discover", list)})
+        os.kill(pid_of(crew, "m2"), signal.SIGKILL)
+
+    with hosts(*FOUR) as cluster:
+        found = broken(cluster, remove)
+    check_same(found, trained(crews((DEVICE,) * 3, "shared-memory")), 1e-6)
+    (lost,) = found[2]
+    assert lost.members == ("m2", "m1")
+    assert {*lost.plan.all_devices} == {"m0", "m3"}
 
 
 @pytest.mark.parametrize("stays", [False, True])
