@@ -11,7 +11,7 @@ from dataclasses import replace
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.parts import without
 from hetpipe.crew.workers import Workers
-from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 
 FIRST_S = 10.0
 """Seconds after a loss until hetpipe looks whether the member is back. They are doubled if it was
@@ -61,25 +61,30 @@ class Absent:
         members = tuple(here.get(member.id, member) for member in cluster.members)
         return replace(cluster, members=members)
 
-    def remaining(self, present: Cluster, lost: Collection[str], position: int) -> Cluster:
+    def remaining(
+        self, present: Cluster, lost: Collection[str], position: int, error: WorkerError
+    ) -> Cluster:
         """Return the cluster that continues after a loss at this `position` of a training.
 
         If no member is left, all members whose hosts answer are tried again as a last resort, once
-        at a position. Raises `ClusterError` if there is none, or the second time.
+        at a position. The second time, or if there is none, the loss's `error` is raised.
         """
-        try:
+        with suppress(ClusterError):
             return self.cluster(present, lost)
-        except ClusterError:
-            if position == self._retried_at:
-                raise
-        self._retried_at = position
         self.close()
-        self._back |= self._due_s.keys()
-        cluster = self.cluster(present)
-        self._back &= {*cluster.ids}
-        for member in self._back:
-            del self._due_s[member]
-        return cluster
+        if position != self._retried_at:
+            self._retried_at = position
+            self._back |= self._due_s.keys()
+            with suppress(ClusterError):
+                cluster = self.cluster(present)
+                self._back &= {*cluster.ids}
+                for member in self._back:
+                    self._due_s.pop(member, None)
+                return cluster
+        raise WorkerError(
+            f"{error}; no device is left to continue; with checkpoint= the script continues from "
+            "its last checkpoint when it starts again"
+        ) from error
 
     def lose(self, members: Iterable[str]) -> None:
         """Note a loss."""

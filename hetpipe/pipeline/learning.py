@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, DeviceCost
@@ -96,9 +96,17 @@ class Learning:
         steps_s = [step_s for step_s in steps_s if 0 < step_s < math.inf]
         return typical(steps_s) if len(steps_s) >= LEAST else None
 
-    def table(self, emulated: Collection[str] = ()) -> CostTable:
-        """Return the learned costs; the times of `emulated` devices have the label `emulated`."""
-        return scale_costs(self._table, self.factors, emulated)
+    def table(self, emulated: Collection[str] = (), first: CostTable | None = None) -> CostTable:
+        """Return the learned costs; the times of `emulated` devices have the label `emulated`.
+
+        `first` are the costs before learning, if not the plan's. A device without a ratio, such as
+        a spare, gets the median of the others.
+        """
+        first = first or self._table
+        if not self.factors:
+            return first
+        usual = dict.fromkeys(first.devices, median(self.factors.values()))
+        return scale_costs(first, usual | self.factors, emulated)
 
 
 class Hysteresis:

@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING, TypeVar
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.launcher import start_servers
-from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
+from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
 from hetpipe.pipeline.copied import values_of
 from hetpipe.pipeline.journal import Recorded
-from hetpipe.pipeline.rebalance import HORIZON, Move
+from hetpipe.pipeline.moves import HORIZON, Move
+from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.resume import Progress
-from hetpipe.pipeline.survivors import MissingError, checked_plan, plan_for, start_crew
+from hetpipe.pipeline.survivors import (
+    MissingError,
+    checked_plan,
+    plan_for,
+    priced_again,
+    start_crew,
+)
+from hetpipe.plan.proposal import nearest_table
 from hetpipe.plan.survival import best_updates
 from hetpipe.words import format_nbytes, words
 
@@ -64,12 +72,14 @@ class Moment:
     unread: Mapping[str, Mapping[str, Array]]
 
 
-def begin_survival(training: Training, renewed: Callable[[CostTable], None]) -> Survival | None:
+def begin_survival(
+    training: Training, rebalancer: Rebalancer, renewed: Callable[[CostTable], None]
+) -> Survival | None:
     """Return the survival of a training that records its mini-batches, after a first snapshot; None
     for other trainings."""
     if not isinstance(training, Recorded):
         return None
-    survival = Survival(training, renewed)
+    survival = Survival(training, rebalancer, renewed)
     survival.begin()
     return survival
 
@@ -81,13 +91,15 @@ def end_survival(survival: Survival | None) -> None:
 
 
 class Survival:
-    """Keeps a training alive. `renewed` is called with the costs of each new plan, before mini-
-    batches are trained again.
+    """Keeps a training alive. The `rebalancer` has learned the costs. `renewed` is called with the
+    first costs of each new plan's programs, before mini-batches are trained again.
     """
 
-    def __init__(self, training: Recorded, renewed: Callable[[CostTable], None]) -> None:
+    def __init__(
+        self, training: Recorded, rebalancer: Rebalancer, renewed: Callable[[CostTable], None]
+    ) -> None:
         self._training, self._options = training, training.setup.survival
-        self._renewed = renewed
+        self._rebalancer, self._renewed = rebalancer, renewed
         self.on_resumed: Callable[[], None] = lambda: None
         """Called once the recorded mini-batches are trained again."""
         self._copies = Copies()
@@ -150,13 +162,14 @@ class Survival:
         training, setup = self._training, self._training.setup
         if training.accumulated or not self.absent.look(setup.crew.cluster):
             return False
-        cluster = self.absent.cluster(setup.crew.cluster)
+        cluster, tables = self.absent.cluster(setup.crew.cluster), self._rebalancer.tables
         try:
-            best, _ = plan_for(setup.captured, cluster, self._first, training.plan, setup.tables)
+            present = priced_again(training.plan, tables)
+            best = plan_for(setup.captured, cluster, self._first, present, tables)
         except PlanError:
             return False
         took_s = self.lost[-1].took_s if self.lost else 0.0
-        return Move(training.plan, best, took_s).pays(HORIZON)
+        return Move(present, best, took_s).pays(HORIZON)
 
     def join(self) -> None:
         """Continue with the members that are back. The training must be at rest."""
@@ -288,13 +301,7 @@ class Survival:
                     "blame"
                 ) from error
         self.absent.lose(lost)
-        try:
-            cluster = self.absent.remaining(crew.cluster, lost, position)
-        except ClusterError:
-            raise WorkerError(
-                f"{error}; no device is left to continue; with checkpoint= the script continues "
-                "from its last checkpoint when it starts again"
-            ) from error
+        cluster = self.absent.remaining(crew.cluster, lost, position, error)
         self.absent.join()
         silent = [id for id in crew.cluster.ids if id not in (*lost, *cluster.ids)]
         self.absent.lose(silent)
@@ -309,7 +316,7 @@ class Survival:
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
-            plan, costs = checked_plan(setup, self._first, training.plan)
+            plan = checked_plan(setup, self._first, training.plan, self._rebalancer.tables)
             if moment.scale is not None:
                 training.scaling.restore(moment.scale)
             training.not_finite = moment.not_finite
@@ -322,7 +329,7 @@ class Survival:
         except BaseException:
             crew.close()  # nobody else does before the pipeline has it
             raise
-        self._renewed(costs)
+        self._renewed(nearest_table(setup.tables, plan))
 
     def _moment(self, kept: Kept) -> Moment:
         """Return the moment of a snapshot, and forget what came before it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,13 +16,12 @@ from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.proposal import PlannerOptions, nearest_table
+from hetpipe.plan.proposal import PlannerOptions, Tables
 from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cluster.cluster import Cluster
-    from hetpipe.cost.table import CostTable
     from hetpipe.pipeline.setup import Setup
 
 
@@ -49,12 +47,12 @@ def start_crew(cluster: Cluster) -> Crew:
         raise
 
 
-def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostTable]:
+def checked_plan(setup: Setup, before: Plan, present: Plan, tables: Tables) -> Plan:
     """Return the plan for a new crew as `plan_for` does. Raises `PlanError` if it does not fit."""
     captured, crew, infos = setup.captured, setup.crew, setup.crew.infos
     share_operators(captured, crew)
     try:
-        plan, costs = plan_for(captured, crew.cluster, before, present, setup.tables)
+        plan = plan_for(captured, crew.cluster, before, present, tables)
         boards = [board.id for board in crew.cluster.described]
         sync = captured.sync_batch_norm
         check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
@@ -62,17 +60,13 @@ def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostT
         raise PlanError(
             f"the devices that are left ({words(crew.cluster.ids)}) cannot train the model: {error}"
         ) from error
-    return plan, costs
+    return plan
 
 
 def plan_for(
-    captured: Captured,
-    cluster: Cluster,
-    before: Plan,
-    present: Plan,
-    tables: Mapping[int, CostTable],
-) -> tuple[Plan, CostTable]:
-    """Return the fastest plan on a cluster that trains as the plan `before` did, and its costs.
+    captured: Captured, cluster: Cluster, before: Plan, present: Plan, tables: Tables
+) -> Plan:
+    """Return the fastest plan on a cluster that trains as the plan `before` did.
 
     It has the same mini-batch, micro-batches and weight policy. It has the same schedule or, if no
     such plan fits, another one that flushes as well. The `present` plan stays, with unused members
@@ -82,43 +76,43 @@ def plan_for(
     spared = _with_spares(cluster, present, tables)
     whole = before.rule.replicates or not before.rule.averages
     try:
-        plan, table = (_replicated if whole else _searched)(captured, cluster, before, tables)
+        plan = (_replicated if whole else _searched)(captured, cluster, before, tables)
     except PlanError:
         if before.rule.flushes:
-            plan, table = _searched(captured, cluster, before, tables, ())
+            plan = _searched(captured, cluster, before, tables, ())
         elif spared is not None:
-            plan, table = spared, nearest_table(tables, spared)
+            plan = spared
         else:
             raise
     if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
-        plan, table = spared, nearest_table(tables, spared)  # most programs are compiled already
-    return replace(plan, splits=before.splits, notes=before.notes), table
+        plan = spared  # most programs are compiled already
+    return replace(plan, splits=before.splits, notes=before.notes)
 
 
-def _replicated(
-    captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
-) -> tuple[Plan, CostTable]:
+def priced_again(plan: Plan, tables: Tables) -> Plan:
+    """Return a plan with its price by other costs. Raises `PlanError`."""
+    return Priced(tables, PlannerOptions(plan.mini_batch, weights=plan.weights)).plan_again(plan)
+
+
+def _replicated(captured: Captured, cluster: Cluster, before: Plan, tables: Tables) -> Plan:
     """Return the plan that gives every member the whole model."""
     planning = Planning(
         captured.name, captured.layer_names, cluster, before.mini_batch,
         lambda sizes: {size: tables[size] for size in sizes if size in tables},
     )  # fmt: skip
-    plan, table = planning.choose(
-        PlanOptions(
-            microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
-        )
+    options = PlanOptions(
+        microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
     )
-    assert table is not None
-    return plan, table
+    return planning.choose(options)[0]
 
 
 def _searched(
     captured: Captured,
     cluster: Cluster,
     before: Plan,
-    tables: Mapping[int, CostTable],
+    tables: Tables,
     schedules: tuple[str, ...] | None = None,
-) -> tuple[Plan, CostTable]:
+) -> Plan:
     """Return the fastest plan with one of these `schedules`, by default the plan's; () is all."""
     # Batch norms see how replicas divide a micro-batch, so replicas would change the training.
     replicas = before.rule.flushes and not captured.updated_buffers
@@ -127,11 +121,10 @@ def _searched(
         (before.schedule,) if schedules is None else schedules, before.weights,
         replicas=replicas or max(before.replicas) > 1,
     )  # fmt: skip
-    plan = plan_on(tables, cluster, options)
-    return plan, nearest_table(tables, plan)
+    return plan_on(tables, cluster, options)
 
 
-def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:
+def _with_spares(cluster: Cluster, before: Plan, tables: Tables) -> Plan | None:
     """Return the plan `before` with unused members of a cluster in the places of lost members.
 
     None if there are too few, or if they cannot run the layers.
@@ -145,8 +138,7 @@ def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
         replace(stage, devices=tuple(names.get(device, device) for device in stage.devices))
         for stage in before.stages
     ]
-    options = PlannerOptions(before.mini_batch, weights=before.weights)
     try:
-        return Priced(tables, options).plan_again(replace(before, stages=tuple(stages)))
+        return priced_again(replace(before, stages=tuple(stages)), tables)
     except PlanError:
         return None

@@ -106,6 +106,35 @@ def test_a_device_that_is_not_found_when_it_joins_is_lost_again(
         assert sorted(pipe.plan.all_devices) == ["m0", "m2"]
 
 
+def learn(pipe: hp.Pipeline, **factors: float) -> None:
+    """Let a pipeline have learned how many times slower than its profile each member is."""
+    learning = pipe._rebalancer._learning
+    assert learning is not None
+    learning._factors |= factors
+    learning._learned = None
+
+
+def test_recovery_plans_by_the_learned_speeds(mixed: Crew) -> None:
+    with opened(mixed, members="012") as pipe:
+        pipe.step(*batches(1)[0])
+        learn(pipe, m0=1.0, m1=50.0, m2=1.0)
+        kill(mixed, "m2")
+        pipe.step(*batches(1)[0])
+        assert pipe.plan.all_devices == ("m0",)
+
+
+@pytest.mark.parametrize(("slow", "joins"), [(1.0, True), (50.0, False)])
+def test_a_device_joins_only_if_its_learned_speed_helps(
+    mixed: Crew, monkeypatch: pytest.MonkeyPatch, slow: float, joins: bool
+) -> None:
+    with opened(mixed, members="012") as pipe:
+        learn(pipe, m0=2.0, m1=2.0 * slow, m2=2.0)
+        returned(pipe, monkeypatch)
+        pipe.step(*batches(1)[0])
+        assert [event.members for event in pipe.joined] == [("m1",)] * joins
+        assert ("m1" in pipe.plan.all_devices) == joins
+
+
 def test_a_device_that_no_longer_fits_does_not_join(
     mixed: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:

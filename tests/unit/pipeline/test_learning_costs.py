@@ -130,6 +130,17 @@ def test_factors_stay_when_stages_change() -> None:
     assert learning.factors["a"] == pytest.approx(2.0, rel=0.02)
 
 
+def test_a_device_that_was_not_measured_has_the_usual_factor() -> None:
+    costs = table()
+    spare = replace(costs, devices={**costs.devices, "c": costs.devices["a"]})
+    learning = Learning(spare, plan_of(costs))
+    for _ in range(WINDOW):
+        learning.add(measure(plan_of(costs), costs, {"a": 2.0, "b": 4.0}))
+    learned, first = learning.table().devices["c"], costs.devices["a"]
+    for one, other in zip(learned.layers, first.layers, strict=True):
+        assert one.forward_s == pytest.approx(3.0 * other.forward_s, rel=0.02)
+
+
 def test_the_typical_value_is_the_mean_of_the_middle_half() -> None:
     assert typical([1.0, 2.0, 3.0, 1000.0]) == 2.5
     assert typical([1.0, 2.0]) == 1.5
