@@ -1,4 +1,4 @@
-"""Moves of layers between devices: what they save, and which layers they move."""
+"""Moves of layers between devices: their gain, and the layers that move."""
 
 from __future__ import annotations
 
