@@ -20,7 +20,7 @@ from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.crew.forkserver import server_for
 from hetpipe.crew.plugboard import Outside, Plugboard
 from hetpipe.crew.remote import LAUNCH_S, ControlPart, HostsFleet, RemoteFleet
-from hetpipe.errors import BackendError, ClusterError, HetpipeError
+from hetpipe.errors import BackendError, ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.hosts import Hosts
 from hetpipe.process import shadow
 from hetpipe.sdk.host.isolation import blamed
@@ -254,15 +254,16 @@ def _info(member: Member) -> DeviceInfo:
 
 
 def missing_members(cluster: Cluster) -> list[str]:
-    """Return the members whose devices their backends do not find on their hosts.
-
-    Raises `WorkerError` for a lost host.
-    """
+    """Return the members whose devices their backends do not find, and members of lost hosts."""
+    missing: list[str] = []
     if (hosts := cluster.connections) is not None:
-        parts = {member.host: (part_of(cluster, member.host),) for member in cluster.members}
-        found = hosts.call_each(LAUNCH_S, missing_members, parts)
-        return [member for members in found.values() for member in members]
-    missing = []
+        for host in dict.fromkeys(member.host for member in cluster.members):
+            part = part_of(cluster, host)
+            try:
+                missing += hosts.call_each(LAUNCH_S, missing_members, {host: (part,)})[host]
+            except WorkerError:
+                missing += part.ids
+        return missing
     for member in cluster.members:
         try:
             _info(member)

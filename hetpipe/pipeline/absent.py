@@ -11,7 +11,7 @@ from dataclasses import replace
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.parts import without
 from hetpipe.crew.workers import Workers
-from hetpipe.errors import ClusterError, HetpipeError, WorkerError
+from hetpipe.errors import ClusterError, HetpipeError
 
 FIRST_S = 10.0
 """Seconds after a loss until hetpipe looks whether the member is back. They are doubled if it was
@@ -49,42 +49,45 @@ class Absent:
     def cluster(self, present: Cluster, lost: Collection[str] = ()) -> Cluster:
         """Return the cluster of the present members without lost ones, and of the members that are
         back, in the first order. Raises `ClusterError` if there is none."""
+        return self._cluster_with(self._back, present, lost)
+
+    def remaining(self, present: Cluster, lost: Collection[str], position: int) -> Cluster:
+        """Note a loss at this `position` of a training. Return the cluster that continues.
+
+        If no member is left, all members whose hosts answer are tried again as a last resort, once
+        at a position. Raises `ClusterError` if there is none, or the second time.
+        """
+        self.lose(lost)
+        try:
+            cluster = self.cluster(present, lost)
+        except ClusterError:
+            if position == self._retried_at:
+                raise
+            self._retried_at = position
+            self.close()
+            cluster = self._cluster_with({*self._back, *self._due_s}, present)
+            self._back |= {*cluster.ids}
+            for member in cluster.ids:
+                self._due_s.pop(member, None)
+        self.join(cluster)
+        self.lose(id for id in present.ids if id not in (*lost, *cluster.ids))  # with their hosts
+        return cluster
+
+    def _cluster_with(
+        self, back: Collection[str], present: Cluster, lost: Collection[str] = ()
+    ) -> Cluster:
+        """Return the cluster of the present members without lost ones, and of those in `back`."""
         here = {member.id: member for member in present.members if member.id not in lost}
         hosts = present.connections
         silent = [] if hosts is None else [host.name for host in hosts.others.values() if host.lost]
         gone = [
             member.id
             for member in self._cluster.members
-            if member.host in silent or (member.id not in here and member.id not in self._back)
+            if member.host in silent or (member.id not in here and member.id not in back)
         ]
         cluster = without(self._cluster, gone)
         members = tuple(here.get(member.id, member) for member in cluster.members)
         return replace(cluster, members=members)
-
-    def remaining(
-        self, present: Cluster, lost: Collection[str], position: int, error: WorkerError
-    ) -> Cluster:
-        """Return the cluster that continues after a loss at this `position` of a training.
-
-        If no member is left, all members whose hosts answer are tried again as a last resort, once
-        at a position. The second time, or if there is none, the loss's `error` is raised.
-        """
-        with suppress(ClusterError):
-            return self.cluster(present, lost)
-        self.close()
-        if position != self._retried_at:
-            self._retried_at = position
-            self._back |= self._due_s.keys()
-            with suppress(ClusterError):
-                cluster = self.cluster(present)
-                self._back &= {*cluster.ids}
-                for member in self._back:
-                    self._due_s.pop(member, None)
-                return cluster
-        raise WorkerError(
-            f"{error}; no device is left to continue; with checkpoint= the script continues from "
-            "its last checkpoint when it starts again"
-        ) from error
 
     def lose(self, members: Iterable[str]) -> None:
         """Note a loss."""
@@ -97,10 +100,13 @@ class Absent:
             self._lost_s[member] = now_s
             self._due_s[member] = now_s + self._firsts_s[member]
 
-    def join(self) -> None:
-        """Note that the members that are back have layers, or may get some, from now on."""
-        self._joined_s |= dict.fromkeys(self._back, time.monotonic())
+    def join(self, cluster: Cluster) -> None:
+        """Note that the members of a cluster are in use. Others that were back are lost again, with
+        their hosts."""
+        away = self._back.difference(cluster.ids)
+        self._joined_s |= dict.fromkeys(self._back - away, time.monotonic())
         self._back.clear()
+        self.lose(away)
 
     def look(self, present: Cluster) -> bool:
         """Continue to look for lost members. Return whether one has come back now."""
@@ -123,8 +129,10 @@ class Absent:
     def close(self) -> None:
         """End the worker of a look that is under way."""
         if self._trial is not None:
-            self._trial[1].close()
+            _, workers = self._trial
             self._trial = None
+            with suppress(HetpipeError):
+                workers.close()
 
     def _end_trial(self, member: str, workers: Workers) -> bool:
         try:
@@ -135,8 +143,7 @@ class Absent:
         else:
             del self._due_s[member]
             self._back.add(member)
-        with suppress(HetpipeError):
-            self.close()
+        self.close()
         return member in self._back
 
     def _doors(self, member: str, present: Cluster) -> list[tuple[str, int]]:

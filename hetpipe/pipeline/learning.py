@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, DeviceCost
@@ -34,7 +34,7 @@ class Learning:
     """Learns, per device, the ratio of measured to predicted time of its passes."""
 
     def __init__(self, table: CostTable, plan: Plan) -> None:
-        self._table, self._plan = table, plan
+        self._table, self._plan = _used(table, plan), plan
         self._factors: dict[str, float] = {}  # learned under earlier plans
         self._learned: dict[str, float] | None = {}  # None: not computed yet
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
@@ -48,7 +48,7 @@ class Learning:
         """Begin again with a new plan, perhaps with another table of the same devices' costs,
         because earlier passes belong to other stages."""
         self._factors = self.factors
-        self._plan, self._table = plan, table or self._table
+        self._plan, self._table = plan, _used(table or self._table, plan)
         self.recent.clear()
 
     @property
@@ -96,17 +96,9 @@ class Learning:
         steps_s = [step_s for step_s in steps_s if 0 < step_s < math.inf]
         return typical(steps_s) if len(steps_s) >= LEAST else None
 
-    def table(self, emulated: Collection[str] = (), first: CostTable | None = None) -> CostTable:
-        """Return the learned costs; the times of `emulated` devices have the label `emulated`.
-
-        `first` are the costs before learning, if not the plan's. A device without a ratio, such as
-        a spare, gets the median of the others.
-        """
-        first = first or self._table
-        if not self.factors:
-            return first
-        usual = dict.fromkeys(first.devices, median(self.factors.values()))
-        return scale_costs(first, usual | self.factors, emulated)
+    def table(self, emulated: Collection[str] = ()) -> CostTable:
+        """Return the learned costs; the times of `emulated` devices have the label `emulated`."""
+        return scale_costs(self._table, self.factors, emulated)
 
 
 class Hysteresis:
@@ -190,6 +182,11 @@ def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
         return dict.fromkeys("FBU", 0.0)
     span = (stage.devices[0], stage.lo, stage.hi)
     return {"F": table.forward_s(*span), "B": table.backward_s(*span), "U": table.update_s(*span)}
+
+
+def _used(table: CostTable, plan: Plan) -> CostTable:
+    """Return the costs while only the plan's devices compute, as in the measured passes."""
+    return table.beside(len({*plan.all_devices}))
 
 
 def typical(values: Sequence[float]) -> float:

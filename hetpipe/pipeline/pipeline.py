@@ -33,10 +33,9 @@ from hetpipe.pipeline.inference import check_given, no_loss, refuse_losses, refu
 from hetpipe.pipeline.journal import make_training
 from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.model_state import as_tensors, states_of
-from hetpipe.pipeline.moves import HORIZON
 from hetpipe.pipeline.options import records_of
 from hetpipe.pipeline.planning import microbatches_of
-from hetpipe.pipeline.rebalance import Rebalanced, Rebalancer
+from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
 from hetpipe.pipeline.remote import Remote, refuse_remote
 from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving
@@ -146,7 +145,7 @@ class Pipeline(Saving):
             self._guard.checks += [self._captured.watch.check, *self._autosave.checks]
             self._guard.checks += [refuse_training] if not trains else []
             self._guard.checks += [refuse_losses] if loss_fn is None else []
-            self._survival = begin_survival(self._training, self._rebalancer, self._renew)
+            self._survival = begin_survival(self._training, self._renew)
             self._delivery = Delivery(
                 self._training, self._guard, self._rebalancer, self._autosave, self._survival
             )

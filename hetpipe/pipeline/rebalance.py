@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import why_fixed
 from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning
-from hetpipe.pipeline.moves import HORIZON, Move, changes
 from hetpipe.plan.building import build_plan
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.limits import why_impossible
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
 
+HORIZON = 1000
+"""A move must save more seconds in this many steps than the move takes."""
 CHANGE = 0.1
 """If the devices' relative speeds change by more than this, plans are compared without delay."""
 PLANNING_SHARE = 0.005
@@ -51,6 +53,27 @@ class Rebalanced:
     """Predicted seconds of a step under the best plan."""
     move_s: float
     """Seconds of the move; if no layer moved, the seconds of the last move or load."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """The best plan and the present plan, both priced by the learned costs."""
+
+    present: Plan
+    best: Plan
+    move_s: float
+
+    @property
+    def promised(self) -> float:
+        """The share of a step that the best plan saves."""
+        before_s = self.present.step_s
+        return 1 - self.best.step_s / before_s if before_s > 0 else 0.0
+
+    def pays(self, steps: int) -> bool:
+        """Whether the best plan saves more than `GAIN` of a step, and more seconds in `steps` steps
+        than the move takes."""
+        saved_s = steps * (self.present.step_s - self.best.step_s)
+        return self.promised > GAIN and saved_s > self.move_s
 
 
 class Rebalancer:
@@ -82,13 +105,11 @@ class Rebalancer:
         training.watch = self._learn
 
     def renew(self, costs: CostTable) -> None:
-        """Begin again with another plan and the first costs of its programs, after a loss. Learned
-        factors stay."""
+        """Begin again with another plan and its costs, after a loss. Learned factors stay."""
         plan = self._training.plan
-        self._fixed = self._asked_fixed or why_fixed(plan)
+        self._fixed, self._planned_by = self._asked_fixed or why_fixed(plan), costs
         if self._learning is not None:
             self._learning.restart(plan, costs)
-        self._planned_by = costs if self._learning is None else self.costs
         self._seen, self._next, self._awaited = 0, None, None
         self._hysteresis, self._considered = Hysteresis(), {}
         self._ran = {proposal_of(plan): None}
@@ -98,20 +119,9 @@ class Rebalancer:
         """The learned costs, or the plan's costs if nothing was learned."""
         if self._learning is None:
             return self._planned_by
-        return self._learning.table(self._emulated)
-
-    @property
-    def tables(self) -> Mapping[int, CostTable]:
-        """The learned costs of all devices, by the samples of a micro-batch."""
-        tables = self._training.setup.tables
-        if self._learning is None:
-            return tables
-        return {size: self._learning.table(self._emulated, each) for size, each in tables.items()}
-
-    @property
-    def _emulated(self) -> list[str]:
         members = self._training.setup.crew.cluster.members
-        return [member.id for member in members if member.speed != 1.0]
+        emulated = [member.id for member in members if member.speed != 1.0]
+        return self._learning.table(emulated)
 
     @property
     def predicted(self) -> Timeline:
@@ -163,7 +173,7 @@ class Rebalancer:
             limit = f"{100 * GAIN:.0f} % of a step"
             if move.promised > GAIN:
                 limit = f"the {move.move_s:.1f} s of a move in {steps} steps"
-            why = f"{move}, and layers move only to save more than {limit}"
+            why = f"{_saving(move)}, and layers move only to save more than {limit}"
             return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, move.move_s)
         why = self._speeds()
         self._move(move, why)
@@ -184,7 +194,7 @@ class Rebalancer:
     def _move(self, move: Move, why: str) -> None:
         assert self._learning is not None
         training, before_s, table = self._training, self._learning.step_s, self.costs
-        text = changes(training.plan, move.best)
+        text = _moves(training.plan, move.best)
         training.move(move.best)
         self._learning.restart(move.best)
         self._ran[proposal_of(move.best)] = None
@@ -195,7 +205,7 @@ class Rebalancer:
             self._awaited = training.steps, before_s, move.promised
         log.info(
             "step %d: %s, since %s; %s; the move took %.2f s",
-            training.steps, text, why, move, training.stages.took_s,
+            training.steps, text, why, _saving(move), training.stages.took_s,
         )  # fmt: skip
 
     def _learn(self, result: StepResult, samples: int) -> None:
@@ -305,3 +315,30 @@ def _best(table: CostTable, plan: Plan) -> Plan:
         return best
     other = make()
     return other if other.step_s < (1 - REORDERING_GAIN) * best.step_s else best
+
+
+def _moves(before: Plan, after: Plan) -> str:
+    """Describe which layers move, and where to."""
+    ways = zip(before.layers, _places(before), _places(after), strict=True)
+    numbered = [(n, *way) for n, way in enumerate(ways) if way[1] != way[2]]
+    groups = [list(group) for _, group in groupby(numbered, lambda each: each[2:])]
+    texts = []
+    for group in groups:
+        (first, name, source, target), (last, *_) = group[0], group[-1]
+        span = f"layer {first} ({name})" if first == last else f"layers {first} to {last}"
+        texts.append(f"{span} moved from {source} to {target}")
+    return " and ".join(texts) or f"micro-batches in flight are {list(after.in_flight)} now"
+
+
+def _places(plan: Plan) -> Iterator[str]:
+    """Yield the member of every layer."""
+    for stage in plan.stages:
+        yield from stage.devices[:1] * (stage.hi - stage.lo)
+
+
+def _saving(move: Move) -> str:
+    before_s, after_s = move.present.step_s, move.best.step_s
+    return (
+        f"the best plan promises {after_s * 1e3:.1f} ms a step instead of {before_s * 1e3:.1f} ms "
+        f"(-{100 * move.promised:.0f} %)"
+    )

@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, TypeVar
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.copies import Copies, Kept
 from hetpipe.crew.launcher import start_servers
-from hetpipe.errors import HetpipeError, PlanError, WorkerError
+from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
 from hetpipe.pipeline.copied import values_of
 from hetpipe.pipeline.journal import Recorded
-from hetpipe.pipeline.moves import HORIZON, Move
-from hetpipe.pipeline.rebalance import Rebalancer
+from hetpipe.pipeline.rebalance import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
 from hetpipe.pipeline.survivors import (
     MissingError,
+    Raised,
     checked_plan,
     plan_for,
     priced_again,
     start_crew,
 )
-from hetpipe.plan.proposal import nearest_table
 from hetpipe.plan.survival import best_updates
 from hetpipe.words import format_nbytes, words
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
+    from hetpipe.crew.crew import Crew
     from hetpipe.pipeline.lossscale import ScaleState
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
@@ -53,8 +53,6 @@ RECENT = 8
 """The number of latest results that tell how long a step takes."""
 STUCK_S, STUCK = 60.0, 50
 """A pass is stuck after these seconds, if they are also as many times the longest recent step."""
-TRIES = 3
-"""A training ends at this number of errors in workers at the same mini-batch."""
 log = logging.getLogger("hetpipe")
 
 
@@ -72,14 +70,12 @@ class Moment:
     unread: Mapping[str, Mapping[str, Array]]
 
 
-def begin_survival(
-    training: Training, rebalancer: Rebalancer, renewed: Callable[[CostTable], None]
-) -> Survival | None:
+def begin_survival(training: Training, renewed: Callable[[CostTable], None]) -> Survival | None:
     """Return the survival of a training that records its mini-batches, after a first snapshot; None
     for other trainings."""
     if not isinstance(training, Recorded):
         return None
-    survival = Survival(training, rebalancer, renewed)
+    survival = Survival(training, renewed)
     survival.begin()
     return survival
 
@@ -91,15 +87,13 @@ def end_survival(survival: Survival | None) -> None:
 
 
 class Survival:
-    """Keeps a training alive. The `rebalancer` has learned the costs. `renewed` is called with the
-    first costs of each new plan's programs, before mini-batches are trained again.
+    """Keeps a training alive. `renewed` is called with the costs of each new plan, before mini-
+    batches are trained again.
     """
 
-    def __init__(
-        self, training: Recorded, rebalancer: Rebalancer, renewed: Callable[[CostTable], None]
-    ) -> None:
+    def __init__(self, training: Recorded, renewed: Callable[[CostTable], None]) -> None:
         self._training, self._options = training, training.setup.survival
-        self._rebalancer, self._renewed = rebalancer, renewed
+        self._renewed = renewed
         self.on_resumed: Callable[[], None] = lambda: None
         """Called once the recorded mini-batches are trained again."""
         self._copies = Copies()
@@ -108,7 +102,7 @@ class Survival:
         self._since = 0  # when the present workers began, or a checkpoint was restored
         self._begun = 0  # the number of mini-batches before the last snapshot
         self._plan = training.plan  # of the last snapshot, or of the plan after a loss
-        self._raised, self._raised_at = 0, -1  # errors of workers at the same place in the journal
+        self._raised = Raised()
         self.lost: list[Lost] = []
         self.joined: list[Joined] = []
         self._budget_nbytes = 0
@@ -162,10 +156,10 @@ class Survival:
         training, setup = self._training, self._training.setup
         if training.accumulated or not self.absent.look(setup.crew.cluster):
             return False
-        cluster, tables = self.absent.cluster(setup.crew.cluster), self._rebalancer.tables
+        cluster, tables = self.absent.cluster(setup.crew.cluster), setup.tables
         try:
             present = priced_again(training.plan, tables)
-            best = plan_for(setup.captured, cluster, self._first, present, tables)
+            best, _ = plan_for(setup.captured, cluster, self._first, present, tables)
         except PlanError:
             return False
         took_s = self.lost[-1].took_s if self.lost else 0.0
@@ -174,12 +168,13 @@ class Survival:
     def join(self) -> None:
         """Continue with the members that are back. The training must be at rest."""
         training, begin_s = self._training, time.monotonic()
-        crew, members = training.setup.crew, tuple(self.absent.back)
+        crew = training.setup.crew
         self.snapshot()
         self._copies.wait(crew.check)
         cluster = self.absent.cluster(crew.cluster)
+        members = tuple(id for id in cluster.ids if id in self.absent.back)
         crew.close()
-        self.absent.join()
+        self.absent.join(cluster)
         try:
             self._renew(cluster)
         except PlanError as error:  # a device may have less free memory than before
@@ -259,12 +254,12 @@ class Survival:
         """Continue on the remaining devices. Raises an error if that is not possible."""
         training, begin_s = self._training, time.monotonic()
         step, why, names = training.steps, str(error), list[str]()
-        tried: tuple[str, ...] = ()
+        tried: Crew | None = None
         while True:
+            if training.setup.crew is tried and not isinstance(error, MissingError):
+                raise error  # no crew has started
+            tried = training.setup.crew
             lost, cluster = self._remove_lost(error)
-            if cluster.ids == tried:  # the same workers did not start
-                raise error
-            tried = cluster.ids
             names += [name for name in lost if name not in names]
             try:
                 self._renew(cluster)
@@ -288,23 +283,22 @@ class Survival:
         """
         training = self._training
         crew, position = training.setup.crew, training.position
-        lost = crew.lost + (error.members if isinstance(error, MissingError) else [])
+        present, lost, raised = crew.cluster, crew.lost, crew.raised
+        if isinstance(error, MissingError):  # of a later crew, which did not start
+            present, lost, raised = error.cluster, error.members, False
         crew.close()
         if not lost:
             raise error
-        if crew.raised:
-            self._raised = self._raised + 1 if self._raised_at == position else 1
-            self._raised_at = position
-            if self._raised == TRIES:
-                raise WorkerError(
-                    f"{error}; this was error {TRIES} at the same mini-batch, so no device is to "
-                    "blame"
-                ) from error
-        self.absent.lose(lost)
-        cluster = self.absent.remaining(crew.cluster, lost, position, error)
-        self.absent.join()
-        silent = [id for id in crew.cluster.ids if id not in (*lost, *cluster.ids)]
-        self.absent.lose(silent)
+        if raised:
+            self._raised.add(error, position)
+        try:
+            cluster = self.absent.remaining(present, lost, position)
+        except ClusterError:
+            raise WorkerError(
+                f"{error}; no device is left to continue; with checkpoint= the script continues "
+                "from its last checkpoint when it starts again"
+            ) from error
+        silent = [id for id in present.ids if id not in (*lost, *cluster.ids)]
         return lost + silent, cluster
 
     def _renew(self, cluster: Cluster) -> None:
@@ -316,7 +310,7 @@ class Survival:
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
-            plan = checked_plan(setup, self._first, training.plan, self._rebalancer.tables)
+            plan, costs = checked_plan(setup, self._first, training.plan)
             if moment.scale is not None:
                 training.scaling.restore(moment.scale)
             training.not_finite = moment.not_finite
@@ -329,7 +323,7 @@ class Survival:
         except BaseException:
             crew.close()  # nobody else does before the pipeline has it
             raise
-        self._renewed(nearest_table(setup.tables, plan))
+        self._renewed(costs)
 
     def _moment(self, kept: Kept) -> Moment:
         """Return the moment of a snapshot, and forget what came before it."""

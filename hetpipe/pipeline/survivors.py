@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,43 +17,62 @@ from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.priced import Priced
-from hetpipe.plan.proposal import PlannerOptions, Tables
+from hetpipe.plan.proposal import PlannerOptions, nearest_table
 from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cost.table import CostTable
     from hetpipe.pipeline.setup import Setup
 
 
 START_S = 60.0
 """Seconds in which a device opens."""
+TRIES = 3
+"""A training ends at this number of errors in workers at the same mini-batch."""
 
 
 class MissingError(WorkerError):
-    """A crew did not start, because the devices of `members` are not found."""
+    """The crew of a cluster did not start, because the devices of `members` are not found."""
 
-    def __init__(self, why: str, members: list[str]) -> None:
+    def __init__(self, why: str, cluster: Cluster, members: list[str]) -> None:
         super().__init__(why)
-        self.members = members
+        self.cluster, self.members = cluster, members
+
+
+class Raised:
+    """Counts the errors that workers have raised at the same mini-batch."""
+
+    def __init__(self) -> None:
+        self._count, self._position = 0, -1
+
+    def add(self, error: WorkerError, position: int) -> None:
+        """Count an error at a position of a training. Raises `WorkerError` at the last one."""
+        self._count = self._count + 1 if position == self._position else 1
+        self._position = position
+        if self._count == TRIES:
+            raise WorkerError(
+                f"{error}; this was error {TRIES} at the same mini-batch, so no device is to blame"
+            ) from error
 
 
 def start_crew(cluster: Cluster) -> Crew:
     """Start a crew. Raises `MissingError` if the devices of some members are not found."""
     try:
         return Crew.start(cluster, start_timeout_s=START_S, wait=False)
-    except BackendError as error:
+    except (BackendError, WorkerError) as error:
         if missing := missing_members(cluster):
-            raise MissingError(str(error), missing) from error
+            raise MissingError(str(error), cluster, missing) from error
         raise
 
 
-def checked_plan(setup: Setup, before: Plan, present: Plan, tables: Tables) -> Plan:
+def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostTable]:
     """Return the plan for a new crew as `plan_for` does. Raises `PlanError` if it does not fit."""
     captured, crew, infos = setup.captured, setup.crew, setup.crew.infos
     share_operators(captured, crew)
     try:
-        plan = plan_for(captured, crew.cluster, before, present, tables)
+        plan, costs = plan_for(captured, crew.cluster, before, present, setup.tables)
         boards = [board.id for board in crew.cluster.described]
         sync = captured.sync_batch_norm
         check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
@@ -60,13 +80,17 @@ def checked_plan(setup: Setup, before: Plan, present: Plan, tables: Tables) -> P
         raise PlanError(
             f"the devices that are left ({words(crew.cluster.ids)}) cannot train the model: {error}"
         ) from error
-    return plan
+    return plan, costs
 
 
 def plan_for(
-    captured: Captured, cluster: Cluster, before: Plan, present: Plan, tables: Tables
-) -> Plan:
-    """Return the fastest plan on a cluster that trains as the plan `before` did.
+    captured: Captured,
+    cluster: Cluster,
+    before: Plan,
+    present: Plan,
+    tables: Mapping[int, CostTable],
+) -> tuple[Plan, CostTable]:
+    """Return the fastest plan on a cluster that trains as the plan `before` did, and its costs.
 
     It has the same mini-batch, micro-batches and weight policy. It has the same schedule or, if no
     such plan fits, another one that flushes as well. The `present` plan stays, with unused members
@@ -76,43 +100,48 @@ def plan_for(
     spared = _with_spares(cluster, present, tables)
     whole = before.rule.replicates or not before.rule.averages
     try:
-        plan = (_replicated if whole else _searched)(captured, cluster, before, tables)
+        plan, table = (_replicated if whole else _searched)(captured, cluster, before, tables)
     except PlanError:
         if before.rule.flushes:
-            plan = _searched(captured, cluster, before, tables, ())
+            plan, table = _searched(captured, cluster, before, tables, ())
         elif spared is not None:
-            plan = spared
+            plan, table = spared, nearest_table(tables, spared)
         else:
             raise
     if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
-        plan = spared  # most programs are compiled already
-    return replace(plan, splits=before.splits, notes=before.notes)
+        plan, table = spared, nearest_table(tables, spared)  # most programs are compiled already
+    return replace(plan, splits=before.splits, notes=before.notes), table
 
 
-def priced_again(plan: Plan, tables: Tables) -> Plan:
+def priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
     """Return a plan with its price by other costs. Raises `PlanError`."""
     return Priced(tables, PlannerOptions(plan.mini_batch, weights=plan.weights)).plan_again(plan)
 
 
-def _replicated(captured: Captured, cluster: Cluster, before: Plan, tables: Tables) -> Plan:
+def _replicated(
+    captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
+) -> tuple[Plan, CostTable]:
     """Return the plan that gives every member the whole model."""
     planning = Planning(
         captured.name, captured.layer_names, cluster, before.mini_batch,
         lambda sizes: {size: tables[size] for size in sizes if size in tables},
     )  # fmt: skip
-    options = PlanOptions(
-        microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
+    plan, table = planning.choose(
+        PlanOptions(
+            microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
+        )
     )
-    return planning.choose(options)[0]
+    assert table is not None
+    return plan, table
 
 
 def _searched(
     captured: Captured,
     cluster: Cluster,
     before: Plan,
-    tables: Tables,
+    tables: Mapping[int, CostTable],
     schedules: tuple[str, ...] | None = None,
-) -> Plan:
+) -> tuple[Plan, CostTable]:
     """Return the fastest plan with one of these `schedules`, by default the plan's; () is all."""
     # Batch norms see how replicas divide a micro-batch, so replicas would change the training.
     replicas = before.rule.flushes and not captured.updated_buffers
@@ -121,10 +150,11 @@ def _searched(
         (before.schedule,) if schedules is None else schedules, before.weights,
         replicas=replicas or max(before.replicas) > 1,
     )  # fmt: skip
-    return plan_on(tables, cluster, options)
+    plan = plan_on(tables, cluster, options)
+    return plan, nearest_table(tables, plan)
 
 
-def _with_spares(cluster: Cluster, before: Plan, tables: Tables) -> Plan | None:
+def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:
     """Return the plan `before` with unused members of a cluster in the places of lost members.
 
     None if there are too few, or if they cannot run the layers.

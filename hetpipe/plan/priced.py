@@ -51,7 +51,11 @@ class Priced:
     def plan_again(self, plan: Plan) -> Plan:
         """Return the plan with a new price; replicas keep their rows. Raises `PlanError`."""
         rows = [tuple(map(round, stage.shares)) for stage in plan.stages]
-        return replace(self._new_plan(proposal_of(plan), rows), origin=plan.origin)
+        try:
+            made = self._new_plan(proposal_of(plan), rows)
+        except (CostError, ScheduleError) as error:
+            raise PlanError(str(error)) from error
+        return replace(made, origin=plan.origin)
 
     def _new_plan(self, proposal: Proposal, rows: Sequence[Sequence[int]] = ()) -> Plan:
         rule = rule_of(proposal.schedule)

@@ -18,7 +18,15 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline import survivors
 from hetpipe.plan.plan import Plan
+from hetpipe.sdk.host import registry
 from hetpipe.sdk.host.registry import register_backend
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the backends and options of a test afterwards."""
+    for name in ("_registered", "_instances", "_options"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
 def test_devices_that_refuse_to_open_are_lost(tmp_path: Path) -> None:
@@ -81,6 +89,39 @@ def test_a_training_ends_if_no_device_is_found(
             pipe.step(*batches(1)[0])
 
 
+def test_a_last_resort_leaves_out_a_device_that_is_not_found(
+    mixed: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(mixed, members="012") as pipe:
+        pipe.step(*batches(1)[0])
+        monkeypatch.setattr(FaultyBackend, "discover", lambda self: [])
+        for member in ("m1", "m0", "m2"):
+            kill(pipe._crew, member)
+            pipe.step(*batches(1)[0])
+        assert [lost.members for lost in pipe.lost] == [("m1",), ("m0",), ("m2", "m1")]
+        assert sorted(pipe.plan.all_devices) == ["m0", "m2"]
+
+
+def test_members_that_are_back_stay_if_another_one_is_not_found(
+    mixed: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(mixed, members="012") as pipe:
+        for member in ("m1", "m2"):
+            pipe.step(*batches(1)[0])
+            kill(pipe._crew, member)
+        pipe.step(*batches(1)[0])
+        assert pipe._survival is not None
+        absent = pipe._survival.absent
+        absent._due_s.clear()
+        absent._back |= {"m1", "m2"}
+        monkeypatch.setattr(FaultyBackend, "discover", lambda self: [])
+        kill(pipe._crew, "m0")
+        pipe.step(*batches(1)[0])
+        assert pipe.lost[-1].members == ("m0", "m1")
+        assert pipe._crew.cluster.ids == ("m2",)
+        assert absent._due_s.keys() == {"m0", "m1"}  # each is looked for
+
+
 def returned(pipe: hp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lose m1, and find it back."""
     pipe.step(*batches(1)[0])
@@ -104,35 +145,6 @@ def test_a_device_that_is_not_found_when_it_joins_is_lost_again(
         assert [lost.members for lost in pipe.lost] == [("m1",), ("m1",)]
         assert not pipe.joined
         assert sorted(pipe.plan.all_devices) == ["m0", "m2"]
-
-
-def learn(pipe: hp.Pipeline, **factors: float) -> None:
-    """Let a pipeline have learned how many times slower than its profile each member is."""
-    learning = pipe._rebalancer._learning
-    assert learning is not None
-    learning._factors |= factors
-    learning._learned = None
-
-
-def test_recovery_plans_by_the_learned_speeds(mixed: Crew) -> None:
-    with opened(mixed, members="012") as pipe:
-        pipe.step(*batches(1)[0])
-        learn(pipe, m0=1.0, m1=50.0, m2=1.0)
-        kill(mixed, "m2")
-        pipe.step(*batches(1)[0])
-        assert pipe.plan.all_devices == ("m0",)
-
-
-@pytest.mark.parametrize(("slow", "joins"), [(1.0, True), (50.0, False)])
-def test_a_device_joins_only_if_its_learned_speed_helps(
-    mixed: Crew, monkeypatch: pytest.MonkeyPatch, slow: float, joins: bool
-) -> None:
-    with opened(mixed, members="012") as pipe:
-        learn(pipe, m0=2.0, m1=2.0 * slow, m2=2.0)
-        returned(pipe, monkeypatch)
-        pipe.step(*batches(1)[0])
-        assert [event.members for event in pipe.joined] == [("m1",)] * joins
-        assert ("m1" in pipe.plan.all_devices) == joins
 
 
 def test_a_device_that_no_longer_fits_does_not_join(

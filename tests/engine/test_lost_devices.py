@@ -24,8 +24,8 @@ from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline import survival
-from hetpipe.pipeline.moves import Move
 from hetpipe.pipeline.planning import free_table
+from hetpipe.pipeline.rebalance import Move
 from hetpipe.sdk.host import registry
 
 SAMPLES = 12

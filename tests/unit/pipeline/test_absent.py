@@ -41,7 +41,7 @@ class Looks:
         self.absent.lose(["m1"])
         while not self.absent.look(CLUSTER):
             self.now_s += CLOCK_S
-        self.absent.join()
+        self.absent.join(CLUSTER)
         return self.now_s - begin_s
 
 

@@ -130,15 +130,18 @@ def test_factors_stay_when_stages_change() -> None:
     assert learning.factors["a"] == pytest.approx(2.0, rel=0.02)
 
 
-def test_a_device_that_was_not_measured_has_the_usual_factor() -> None:
+def test_devices_that_compute_beside_fewer_others_are_as_predicted() -> None:
+    """The profile is of three devices, and each takes half of its time alone."""
     costs = table()
-    spare = replace(costs, devices={**costs.devices, "c": costs.devices["a"]})
-    learning = Learning(spare, plan_of(costs))
-    for _ in range(WINDOW):
-        learning.add(measure(plan_of(costs), costs, {"a": 2.0, "b": 4.0}))
-    learned, first = learning.table().devices["c"], costs.devices["a"]
-    for one, other in zip(learned.layers, first.layers, strict=True):
-        assert one.forward_s == pytest.approx(3.0 * other.forward_s, rel=0.02)
+    devices = {id: replace(costs.devices["a"], alone=0.5) for id in "abc"}
+    links = {(one, other): costs.links["a", "b"] for one in "abc" for other in "abc"}
+    training, rebalancer = make_training(replace(costs, devices=devices, links=links))
+    training.train(rebalancer, iter([{}] * 2 * WINDOW))
+    assert rebalancer._learning is not None
+    assert rebalancer._learning.factors == pytest.approx({"a": 1.0, "b": 1.0}, rel=0.02)
+    made = rebalancer.rebalance(1000)
+    assert not made.moved
+    assert made.before_s == pytest.approx(made.after_s) == pytest.approx(training.plan.step_s)
 
 
 def test_the_typical_value_is_the_mean_of_the_middle_half() -> None:
