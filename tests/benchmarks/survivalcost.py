@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
 WARM_UP = 8
 SNAPSHOTS = 2
 """Snapshots in each block of steps."""
+MEMORY_PAIRS = 5
 
 
 def cpu_s(_: Device | None = None) -> float:
@@ -202,24 +203,38 @@ def steps_of(model: str, plain: hp.Pipeline, pipe: hp.Pipeline, minutes: float) 
 
 def memory_of(model: str, options: Mapping[str, Any]) -> None:
     """Print the memory of processes with snapshots, less the memory of others without them."""
-    found: list[list[float]] = []
-    for own in ({}, {"survive": "auto", "snapshot_every": 2}):
-        code = "import benchmarks.survivalcost as c; c.print_memory()"
-        given = pickle.dumps((model, {**options, **own}))
-        done = subprocess.run(
-            [sys.executable, "-c", code], input=given, check=True, stdout=subprocess.PIPE
-        )
-        found.append([float(word) for word in done.stdout.split()])
-    differences = [with_it - without for without, with_it in zip(*found, strict=True)]
-    *memories, nbytes, journal = differences
+    pairs = [
+        [
+            with_it - without
+            for without, with_it in zip(
+                memories_of(model, options),
+                memories_of(model, {**options, "survive": "auto", "snapshot_every": 2}),
+                strict=True,
+            )
+        ]
+        for _ in range(MEMORY_PAIRS)
+    ]
+    *memories, nbytes, journal = map(statistics.median, zip(*pairs, strict=True))
     names = ("controller, shared", "controller, alone", "workers, shared", "workers, alone")
     text = ", ".join(f"{name} {n / 1e6:.1f}" for name, n in zip(names, memories, strict=True))
+    ratios = [sum(pair[: len(names)]) / nbytes for pair in pairs]
     print(
-        f"{model}: MB of memory with snapshots less without: {text}; sum {sum(memories) / 1e6:.1f} "
-        f"for snapshots of {nbytes / 1e6:.1f} (ratio {sum(memories) / nbytes:.3f}, bar 1.05) and "
-        f"kept mini-batches of {journal / 1e6:.2f} (measured)",
+        f"{model}: MB of memory with snapshots less without, medians: {text}; the sum is "
+        f"{statistics.median(ratios):.3f} of the predicted {nbytes / 1e6:.1f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}, {len(pairs)} pairs; bar 1.05), beside "
+        f"{journal / 1e6:.2f} of kept mini-batches (measured)",
         flush=True,
     )
+
+
+def memories_of(model: str, options: Mapping[str, Any]) -> list[float]:
+    """Return what `print_memory` prints in a new process."""
+    code = "import benchmarks.survivalcost as c; c.print_memory()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps((model, options)), check=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    return [float(word) for word in done.stdout.split()]
 
 
 def print_memory() -> None:
