@@ -295,15 +295,20 @@ def _backend(member: Member) -> str:
 
 
 def start_servers(cluster: Cluster, infos: Mapping[str, DeviceInfo]) -> None:
-    """Start the fork servers of this host that the workers need once they share no cores.
+    """Start the fork servers that the workers need once they share no cores.
 
-    They import torch, so that after the loss of a member no worker waits for it.
+    They import torch, so that after the loss of a member no worker waits for it. Raises
+    `WorkerError` for a lost host.
     """
-    hosts = cluster.connections
-    if not transport_of(cluster.transport).in_threads:
-        for member in cluster.members:
-            if hosts is None or member.host == hosts.own.name:
-                server_for(settings_of(member, infos[member.id], shares=False))
+    if transport_of(cluster.transport).in_threads:
+        return
+    if (hosts := cluster.connections) is not None:
+        names = {member.host for member in cluster.members}
+        parts = {host: (part_of(cluster, host), infos) for host in names}
+        hosts.call_each(LAUNCH_S, start_servers, parts)
+        return
+    for member in cluster.members:
+        server_for(settings_of(member, infos[member.id], shares=False))
 
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

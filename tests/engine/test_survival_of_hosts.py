@@ -194,6 +194,18 @@ def test_a_variable_that_torch_sets_itself_starts_no_further_fork_server(
     assert server_for({}) is server
 
 
+def test_each_host_has_a_fork_server_for_workers_that_share_no_cores() -> None:
+    """Workers of h2 share its cores, and one of them may do so no longer after a loss."""
+    with hosts(*FOUR) as cluster, Crew.start(cluster) as crew:
+        connections = cluster.connections
+        assert connections is not None
+        code = "len(__import__('hetpipe.crew.forkserver', fromlist=['_servers'])._servers)"
+        before = connections.call_all(10.0, eval, code)
+        with opened(crew):
+            after = connections.call_all(10.0, eval, code)
+    assert (before["h2"], after["h2"]) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("ends", "places", "workers"),
     [
