@@ -49,7 +49,7 @@ import torch
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.workers import Workers
-from hetpipe.pipeline import survival
+from hetpipe.pipeline import survival, survivors
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.plan.plan_file import write_plan
 from hetpipe.zoo.load import load_workload
@@ -70,7 +70,7 @@ def phase(place, name, words):
 phase(survival.Survival, "_remove_lost", "close")
 phase(Crew, "start", "launch")
 phase(Workers, "_await_devices", "open")
-phase(survival, "plan_for", "plan")
+phase(survivors, "plan_for", "plan")
 phase(Recorded, "renew", "load")
 phase(Recorded, "replay", "replay")
 if way.endswith(".toml"):
