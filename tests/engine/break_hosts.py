@@ -140,14 +140,21 @@ class Run(NamedTuple):
         return [int(name) for name in names.stdout.split()]
 
     def workers(self, host: str) -> list[int]:
-        """Return the fork servers of a host and their workers; the newest is a worker."""
-        return [each for each in self.processes(host) if "forkserver" in _command(each)]
+        """Return the fork servers of a host, then their workers."""
+        found = [each for each in self.processes(host) if "forkserver" in _command(each)]
+        return sorted(found, key=lambda process: _parent(process) in found)
 
 
 def _command(process: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{process}/cmdline").read_text()
     return ""
+
+
+def _parent(process: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def send_signal(number: int, host: str, kind: str) -> Callable[[Run], None]:
