@@ -34,7 +34,7 @@ class Learning:
     """Learns, per device, the ratio of measured to predicted time of its passes."""
 
     def __init__(self, table: CostTable, plan: Plan) -> None:
-        self._table, self._plan = _used(table, plan), plan
+        self._table, self._plan = _costs_in_use(table, plan), plan
         self._factors: dict[str, float] = {}  # learned under earlier plans
         self._learned: dict[str, float] | None = {}  # None: not computed yet
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
@@ -48,7 +48,7 @@ class Learning:
         """Begin again with a new plan, perhaps with another table of the same devices' costs,
         because earlier passes belong to other stages."""
         self._factors = self.factors
-        self._plan, self._table = plan, _used(table or self._table, plan)
+        self._plan, self._table = plan, _costs_in_use(table or self._table, plan)
         self.recent.clear()
 
     @property
@@ -184,7 +184,7 @@ def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
     return {"F": table.forward_s(*span), "B": table.backward_s(*span), "U": table.update_s(*span)}
 
 
-def _used(table: CostTable, plan: Plan) -> CostTable:
+def _costs_in_use(table: CostTable, plan: Plan) -> CostTable:
     """Return the costs while only the plan's devices compute, as in the measured passes."""
     return table.beside(len({*plan.all_devices}))
 

@@ -22,8 +22,8 @@ from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.rebalance import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
 from hetpipe.pipeline.survivors import (
+    ErrorCount,
     MissingError,
-    Raised,
     checked_plan,
     plan_for,
     priced_again,
@@ -102,7 +102,7 @@ class Survival:
         self._since = 0  # when the present workers began, or a checkpoint was restored
         self._begun = 0  # the number of mini-batches before the last snapshot
         self._plan = training.plan  # of the last snapshot, or of the plan after a loss
-        self._raised = Raised()
+        self._errors = ErrorCount()
         self.lost: list[Lost] = []
         self.joined: list[Joined] = []
         self._budget_nbytes = 0
@@ -290,7 +290,7 @@ class Survival:
         if not lost:
             raise error
         if raised:
-            self._raised.add(error, position)
+            self._errors.add(error, position)
         try:
             cluster = self.absent.remaining(present, lost, position)
         except ClusterError:

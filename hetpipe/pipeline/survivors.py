@@ -41,7 +41,7 @@ class MissingError(WorkerError):
         self.cluster, self.members = cluster, members
 
 
-class Raised:
+class ErrorCount:
     """Counts the errors that workers have raised at the same mini-batch."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
-def test_devices_that_refuse_to_open_are_lost(tmp_path: Path) -> None:
+def crew_of(devices: Sequence[str], folder: Path) -> Crew:
+    """Start a crew whose devices `faulty:away:0` open unless `folder` has a file `file`."""
     register_backend(FaultyBackend)
-    devices = ["numpy:cpu:0", *["faulty:away:0"] * 3, "numpy:cpu:0"]
     members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    options = {"faulty": BackendOptions({"away": "file"}, tmp_path)}
-    cluster = Cluster(members, transport="shared-memory", options=options)
-    with Crew.start(cluster) as crew, opened(crew, members="012") as pipe:
+    options = {"faulty": BackendOptions({"away": "file"}, folder)}
+    return Crew.start(Cluster(members, transport="shared-memory", options=options))
+
+
+def test_devices_that_refuse_to_open_are_lost(tmp_path: Path) -> None:
+    devices = ["numpy:cpu:0", *["faulty:away:0"] * 3, "numpy:cpu:0"]
+    with crew_of(devices, tmp_path) as crew, opened(crew, members="012") as pipe:
         pipe.step(*batches(1)[0])
         (tmp_path / "file").touch()
         kill(crew, "m0")
@@ -45,11 +49,7 @@ def test_devices_that_refuse_to_open_are_lost(tmp_path: Path) -> None:
 
 
 def test_a_training_ends_if_no_lost_device_opens_again(tmp_path: Path) -> None:
-    register_backend(FaultyBackend)
-    members = tuple(Member(f"m{n}", "faulty:away:0") for n in range(2))
-    options = {"faulty": BackendOptions({"away": "file"}, tmp_path)}
-    cluster = Cluster(members, transport="shared-memory", options=options)
-    with Crew.start(cluster) as crew, opened(crew, members="01") as pipe:
+    with crew_of(["faulty:away:0"] * 2, tmp_path) as crew, opened(crew, members="01") as pipe:
         pipe.step(*batches(1)[0])
         (tmp_path / "file").touch()
         kill(crew, "m0")
@@ -59,11 +59,7 @@ def test_a_training_ends_if_no_lost_device_opens_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Iterator[Crew]:
-    register_backend(FaultyBackend)
-    devices = ["numpy:cpu:0", "faulty:good:0", "numpy:cpu:0"]
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    options = {"faulty": BackendOptions({"away": "file"}, tmp_path)}
-    with Crew.start(Cluster(members, transport="shared-memory", options=options)) as crew:
+    with crew_of(["numpy:cpu:0", "faulty:good:0", "numpy:cpu:0"], tmp_path) as crew:
         yield crew
 
 
