@@ -33,9 +33,10 @@ from hetpipe.pipeline.inference import check_given, no_loss, refuse_losses, refu
 from hetpipe.pipeline.journal import make_training
 from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.model_state import as_tensors, states_of
+from hetpipe.pipeline.move import HORIZON
 from hetpipe.pipeline.options import records_of
 from hetpipe.pipeline.planning import microbatches_of
-from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer
+from hetpipe.pipeline.rebalance import Rebalanced, Rebalancer
 from hetpipe.pipeline.remote import Remote, refuse_remote
 from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import why_fixed
 from hetpipe.pipeline.learning import WINDOW, Hysteresis, Learning
+from hetpipe.pipeline.move import HORIZON, Move, layer_moves
 from hetpipe.plan.building import build_plan
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.limits import why_impossible
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
 
-HORIZON = 1000
-"""A move must save more seconds in this many steps than the move takes."""
 CHANGE = 0.1
 """If the devices' relative speeds change by more than this, plans are compared without delay."""
 PLANNING_SHARE = 0.005
@@ -55,33 +53,13 @@ class Rebalanced:
     """Seconds of the move; if no layer moved, the seconds of the last move or load."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """The best plan and the present plan, both priced by the learned costs."""
-
-    present: Plan
-    best: Plan
-    move_s: float
-
-    @property
-    def promised(self) -> float:
-        """The share of a step that the best plan saves."""
-        before_s = self.present.step_s
-        return 1 - self.best.step_s / before_s if before_s > 0 else 0.0
-
-    def pays(self, steps: int) -> bool:
-        """Whether the best plan saves more than `GAIN` of a step, and more seconds in `steps` steps
-        than the move takes."""
-        saved_s = steps * (self.present.step_s - self.best.step_s)
-        return self.promised > GAIN and saved_s > self.move_s
-
-
 class Rebalancer:
     """Learns costs from a training, and moves its layers.
 
     With `auto`, plans may be compared after each window of mini-batches; then `due` says whether
-    layers should move before the next mini-batch. `fixed` is the reason why no layer may move, or
-    an empty text.
+    layers should move before the next mini-batch. After a loss they are compared without `auto` as
+    well, until the plan has settled: its costs were measured beside the lost devices. `fixed` is
+    the reason why no layer may move, or an empty text.
     """
 
     def __init__(self, training: Training, costs: CostTable | None, fixed: str, auto: bool) -> None:
@@ -93,7 +71,8 @@ class Rebalancer:
         self._learning = None if known is None else Learning(known, training.plan)
         self._asked_fixed = fixed
         self._fixed = fixed or why_fixed(training.plan)
-        self._auto = auto and len(training.plan.stages) > 1
+        self._auto = auto
+        self._settled = True  # or the present plan followed a loss, and may still be corrected
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
         self._awaited: tuple[int, float, float] | None = None
@@ -105,13 +84,18 @@ class Rebalancer:
         training.watch = self._learn
 
     def renew(self, costs: CostTable) -> None:
-        """Begin again with another plan and its costs, after a loss. Learned factors stay."""
+        """Begin again with another plan and its costs, after a loss. Learned factors stay.
+
+        Under an asynchronous schedule the plan counts as settled, because a move changes the ages
+        of the weights.
+        """
         plan = self._training.plan
+        self._settled = not plan.rule.flushes
         self._fixed, self._planned_by = self._asked_fixed or why_fixed(plan), costs
         if self._learning is not None:
             self._learning.restart(plan, costs)
         self._seen, self._next, self._awaited = 0, None, None
-        self._hysteresis, self._considered = Hysteresis(), {}
+        self._hysteresis, self._considered, self._may_plan_s = Hysteresis(), {}, 0.0
         self._ran = {proposal_of(plan): None}
 
     @property
@@ -173,7 +157,7 @@ class Rebalancer:
             limit = f"{100 * GAIN:.0f} % of a step"
             if move.promised > GAIN:
                 limit = f"the {move.move_s:.1f} s of a move in {steps} steps"
-            why = f"{_saving(move)}, and layers move only to save more than {limit}"
+            why = f"{move.saving}, and layers move only to save more than {limit}"
             return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, move.move_s)
         why = self._speeds()
         self._move(move, why)
@@ -194,7 +178,7 @@ class Rebalancer:
     def _move(self, move: Move, why: str) -> None:
         assert self._learning is not None
         training, before_s, table = self._training, self._learning.step_s, self.costs
-        text = _moves(training.plan, move.best)
+        text = layer_moves(training.plan, move.best)
         training.move(move.best)
         self._learning.restart(move.best)
         self._ran[proposal_of(move.best)] = None
@@ -205,7 +189,7 @@ class Rebalancer:
             self._awaited = training.steps, before_s, move.promised
         log.info(
             "step %d: %s, since %s; %s; the move took %.2f s",
-            training.steps, text, why, _saving(move), training.stages.took_s,
+            training.steps, text, why, move.saving, training.stages.took_s,
         )  # fmt: skip
 
     def _learn(self, result: StepResult, samples: int) -> None:
@@ -219,8 +203,14 @@ class Rebalancer:
         self._seen = 0
         if self._awaited is not None:
             self._judge(*self._awaited)
-        elif self._auto and not self._hysteresis.waits() and self._has_changed():
+        elif self._compares and not self._hysteresis.waits() and self._has_changed():
             self._consider()
+
+    @property
+    def _compares(self) -> bool:
+        """Whether plans are compared after this window."""
+        asked = self._auto or not self._settled
+        return asked and not self._fixed and len(self._training.plan.stages) > 1
 
     def _has_changed(self) -> bool:
         """Whether speeds have changed much, or enough time has passed, to compare plans again."""
@@ -245,13 +235,13 @@ class Rebalancer:
         end_s = time.monotonic()
         self._may_plan_s = end_s + (end_s - begin_s) / PLANNING_SHARE
         if not promises:
-            self._considered = self._learning.factors
+            self._considered, self._settled = self._learning.factors, True
         self._next = move if self._hysteresis.moves(promises) else None
 
     def _judge(self, step: int, before_s: float, promised: float) -> None:
         """Compare the last move's effect with its promise, log both, and begin the pause."""
         assert self._learning is not None
-        self._awaited = None
+        self._awaited, self._settled = None, True
         now_s = self._learning.step_s
         gave = 0.0 if now_s is None else 1 - now_s / before_s
         self._hysteresis.pause_after(kept=gave > promised / 2)
@@ -315,30 +305,3 @@ def _best(table: CostTable, plan: Plan) -> Plan:
         return best
     other = make()
     return other if other.step_s < (1 - REORDERING_GAIN) * best.step_s else best
-
-
-def _moves(before: Plan, after: Plan) -> str:
-    """Describe which layers move, and where to."""
-    ways = zip(before.layers, _places(before), _places(after), strict=True)
-    numbered = [(n, *way) for n, way in enumerate(ways) if way[1] != way[2]]
-    groups = [list(group) for _, group in groupby(numbered, lambda each: each[2:])]
-    texts = []
-    for group in groups:
-        (first, name, source, target), (last, *_) = group[0], group[-1]
-        span = f"layer {first} ({name})" if first == last else f"layers {first} to {last}"
-        texts.append(f"{span} moved from {source} to {target}")
-    return " and ".join(texts) or f"micro-batches in flight are {list(after.in_flight)} now"
-
-
-def _places(plan: Plan) -> Iterator[str]:
-    """Yield the member of every layer."""
-    for stage in plan.stages:
-        yield from stage.devices[:1] * (stage.hi - stage.lo)
-
-
-def _saving(move: Move) -> str:
-    before_s, after_s = move.present.step_s, move.best.step_s
-    return (
-        f"the best plan promises {after_s * 1e3:.1f} ms a step instead of {before_s * 1e3:.1f} ms "
-        f"(-{100 * move.promised:.0f} %)"
-    )

@@ -19,7 +19,7 @@ from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
 from hetpipe.pipeline.copied import values_of
 from hetpipe.pipeline.journal import Recorded
-from hetpipe.pipeline.rebalance import HORIZON, Move
+from hetpipe.pipeline.move import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
 from hetpipe.pipeline.survivors import (
     ErrorCount,
@@ -46,8 +46,9 @@ MTBF_S = 3600.0
 """Assumed mean seconds between two losses."""
 SHARE = 0.01
 """The most time of snapshots, as a share of the training."""
-REPLAY_S = 2.0
-"""Seconds of mini-batches that are trained again after a loss, if snapshots are cheap enough."""
+REPLAY_S = 1.0
+"""Seconds of mini-batches that are trained again after a loss, if snapshots are cheap enough. On
+fewer devices they take longer."""
 LEAST_S = 1e-4
 RECENT = 8
 """The number of latest results that tell how long a step takes."""

@@ -20,6 +20,7 @@ from benchmarks.survivalcost import DEVICE, batches_of, block_s, compare, opened
 from hetpipe.cluster.parts import without
 from hetpipe.pipeline import absent, survivors
 from hetpipe.pipeline.journal import Recorded
+from hetpipe.pipeline.learning import WINDOW
 from hetpipe.pipeline.stages import Stages
 from hetpipe.pipeline.survival import Survival
 from hetpipe.profile.clock import spread_of
@@ -27,6 +28,8 @@ from hetpipe.train.training import one_thread
 
 DEVICES = [DEVICE] * 3
 WARM_UP = 6
+SETTLED = 3 * WINDOW + 1
+"""Steps after which a recovered pipeline has moved its layers, if that pays."""
 WITHIN = 4.0
 """A worker is killed within this number of steps after the warm-up."""
 BLOCK, PAIRS_S = 20, 60.0
@@ -165,7 +168,8 @@ def afterwards(model: str, pipe: hp.Pipeline, batches: Iterator[Any]) -> None:
     with opened(model, left, survive="auto") as fresh:
         print(f"recovered: {pipe.plan}\nfresh: {fresh.plan}", flush=True)
         for each in (pipe, fresh):
-            block_s(each, batches, WARM_UP)
+            block_s(each, batches, SETTLED)
+        print(f"settled: {pipe.plan}", flush=True)
         end_s, ratios, busy = time.monotonic() + PAIRS_S, [], [0.0, 0.0]
         for times_s, busy_s in compare((pipe, fresh), batches, BLOCK, end_s):
             ratios.append(times_s[1] / times_s[0])

@@ -33,8 +33,8 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import NotFiniteError
 from hetpipe.pipeline import absent, learning, planning, survivors
 from hetpipe.pipeline.absent import Absent
+from hetpipe.pipeline.move import Move
 from hetpipe.pipeline.planning import free_table
-from hetpipe.pipeline.rebalance import Move
 from hetpipe.plan.plan import Plan
 
 SAMPLES = 16

@@ -14,6 +14,7 @@ import hetpipe as hp
 from hetpipe.cost.probe import Probe
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.crew.crew import Crew
+from hetpipe.plan.plan import Plan
 
 PROBE = Probe(1e-3, 1e-3, 0.1, 64, 1 << 16)
 Speeds = dict[str, float]
@@ -75,6 +76,11 @@ def open_planned(crew: Crew, model: nn.Module, **options: Any) -> hp.Pipeline:
         "captured": shared(model, loss_fn, example), **options,
     }  # fmt: skip
     return hp.Pipeline(model, loss_fn, example, cluster=crew.cluster, crew=crew, **options)
+
+
+def count(plan: Plan, member: str) -> int:
+    """Return the number of layers on a member."""
+    return sum(stage.hi - stage.lo for stage in plan.stages if stage.devices == (member,))
 
 
 def losses(pipe: hp.Pipeline, lo: int, hi: int) -> list[float]:

@@ -17,6 +17,7 @@ from captures import shared
 from crews import Crews, eventually
 from engine_backends import FaultyBackend
 from pipelines import pipeline, user_pipeline
+from priced import Speeds, count, losses, mixed, open_planned
 from torch import nn
 
 import hetpipe as hp
@@ -24,8 +25,9 @@ from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline import survival
+from hetpipe.pipeline.learning import WINDOW
+from hetpipe.pipeline.move import Move
 from hetpipe.pipeline.planning import free_table
-from hetpipe.pipeline.rebalance import Move
 from hetpipe.sdk.host import registry
 
 SAMPLES = 12
@@ -214,6 +216,39 @@ def test_a_replay_in_a_stream_begins_after_the_last_move(crews: Crews) -> None:
     assert found[0][0] == found[1][0]
     for name, value in found[0][1].items():
         assert torch.equal(found[1][1][name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [({}, True), ({"schedule": "pipedream"}, False), ({"cuts": [3]}, False)],
+    ids=["planned", "stream", "fixed"],
+)
+def test_a_plan_after_a_loss_is_corrected_once(
+    crews: Crews, speeds: Speeds, options: dict[str, Any], moves: bool
+) -> None:
+    """The costs of such a plan were measured beside the lost device. Later changes of speed move no
+    layer, as before the loss."""
+    crew = crews((DEVICE,) * 3, "shared-memory")
+    with open_planned(crew, mixed(), survive="auto", spares=["m2"], **options) as pipe:
+        victim, begun = pid_of(crew, "m0"), pipe.plan
+        speeds["m1"] = 3.0
+        found = losses(pipe, 0, 3 * WINDOW)
+        assert pipe.plan is begun
+        os.kill(victim, signal.SIGKILL)
+        found += losses(pipe, 3 * WINDOW, 4 * WINDOW)
+        first = pipe.lost[0].plan
+        found += losses(pipe, 4 * WINDOW, 7 * WINDOW)
+        corrected = pipe.plan
+        assert (count(corrected, "m1") < count(first, "m1")) is moves
+        assert moves or corrected is first
+        speeds["m1"] = 0.2
+        found += losses(pipe, 7 * WINDOW, 10 * WINDOW)
+        assert pipe.plan is corrected
+    with open_planned(crews((DEVICE,) * 2, "shared-memory"), mixed(), **options) as pipe:
+        wanted = losses(pipe, 0, 10 * WINDOW)
+    if "schedule" not in options:  # a stream flushes at its snapshots
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_member_that_comes_back_joins(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:

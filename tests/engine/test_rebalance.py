@@ -13,14 +13,13 @@ import pytest
 import torch
 from crews import Crews
 from pipelines import pipeline
-from priced import Speeds, batch, losses, mixed, open_planned
+from priced import Speeds, batch, count, losses, mixed, open_planned
 
 import hetpipe as hp
 from hetpipe.capture.program import PARAM, STATE
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.pipeline.learning import WINDOW
-from hetpipe.plan.plan import Plan
 from hetpipe.wire.messages import Load, Write
 
 PAIR = ("numpy:cpu:0",) * 2
@@ -30,11 +29,6 @@ TRIO = ("numpy:cpu:0",) * 3
 @pytest.fixture
 def pair(crews: Crews) -> Crew:
     return crews(PAIR)
-
-
-def count(plan: Plan, member: str) -> int:
-    """Return the number of layers on a member."""
-    return sum(stage.hi - stage.lo for stage in plan.stages if stage.devices == (member,))
 
 
 def close(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
