@@ -14,7 +14,7 @@ from hetpipe.cost.table import CostTable, DeviceCost
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.profile.clock import spread_of
 from hetpipe.schedule.action import Op
-from hetpipe.simulate.timeline import Timeline
+from hetpipe.simulate.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from hetpipe.profile.drift import Correction
@@ -136,15 +136,16 @@ def ratios_of(
     ratio for each mini-batch.
 
     A mini-batch gives a device no ratio if forwards or backwards of its stage are missing, or if
-    their time is NaN, not above 0, or impossibly long or short.
+    their time is NaN, not above 0, or impossibly long or short. Replicas have no ratios, since the
+    passes on their rows cannot be told apart.
     """
-    predicted = [_predicted(stage, table) for stage in plan.stages]
+    predicted = [_predicted(stage, table, plan.recompute) for stage in plan.stages]
     ratios: dict[str, list[float]] = defaultdict(list)
     for timeline in timelines:
         sums_s, counts = sums_of(timeline)
         for number, stage in enumerate(plan.stages):
             parts = [part for part in "FBU" if counts[number, part]]
-            if parts[:2] != ["F", "B"]:
+            if parts[:2] != ["F", "B"] or len(stage.devices) > 1:
                 continue
             times = {"F": plan.microbatches, "B": plan.microbatches, "U": 1}
             measured_s = sum(
@@ -161,27 +162,51 @@ def sums_of(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[t
     """Return the total seconds and the counts of forwards (F), backwards (B) and updates (U), by
     stage and letter.
 
-    A backward in two halves counts once. An invalid time makes the sum NaN.
+    A backward in two halves counts once. While passes on two lanes of a worker overlap, each has
+    half of the time. An invalid time makes the sum NaN.
     """
     sums_s: dict[tuple[int, str], float] = defaultdict(float)
     counts: Counter[tuple[int, str]] = Counter()
-    for span in timeline.spans:
+    spans = [span for span in timeline.spans if span.action.op in COMPUTES]
+    for span, time_s in zip(spans, _times_s(spans, timeline.workers), strict=True):
         op = span.action.op
-        if op not in COMPUTES:
-            continue
         key = span.action.stage, "F" if op is FORWARD else "U" if op is UPDATE else "B"
-        time_s = span.end_s - span.start_s
         sums_s[key] += time_s if time_s > 0 else math.nan
         counts[key] += op is not BACKWARD_WEIGHT
     return sums_s, counts
 
 
-def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
+def _times_s(spans: Sequence[Span], rows: Sequence[str]) -> list[float]:
+    """Return the seconds of spans; the lanes of a worker share the seconds in which they overlap.
+
+    `rows` has the names of the timeline's rows.
+    """
+    times_s = [span.end_s - span.start_s for span in spans]
+    lanes: dict[str, list[int]] = defaultdict(list)
+    for n, span in enumerate(spans):
+        worker, lane, _ = rows[span.worker].partition(" lane ")
+        if lane:
+            lanes[worker].append(n)
+    for group in lanes.values():
+        moments_s = sorted({s for n in group for s in (spans[n].start_s, spans[n].end_s)})
+        if not all(map(math.isfinite, moments_s)):
+            continue
+        for n in group:
+            times_s[n] = 0.0
+        for begin_s, end_s in pairwise(moments_s):
+            busy = [n for n in group if spans[n].start_s <= begin_s and end_s <= spans[n].end_s]
+            for n in busy:
+                times_s[n] += (end_s - begin_s) / len(busy)
+    return times_s
+
+
+def _predicted(stage: StagePlan, table: CostTable, recompute: bool) -> dict[str, float]:
     """Return seconds of a stage's forward, backward and update; 0 for a device without costs."""
     if stage.devices[0] not in table.devices:
         return dict.fromkeys("FBU", 0.0)
-    span = (stage.devices[0], stage.lo, stage.hi)
-    return {"F": table.forward_s(*span), "B": table.backward_s(*span), "U": table.update_s(*span)}
+    return dict(
+        zip("FBU", table.passes_s(stage.devices[0], stage.lo, stage.hi, recompute), strict=True)
+    )
 
 
 def _costs_in_use(table: CostTable, plan: Plan) -> CostTable:

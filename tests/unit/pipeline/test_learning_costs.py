@@ -52,12 +52,25 @@ def disturb(timeline: Timeline, op: Op, seconds: float) -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream"])
-def test_a_slow_device_is_seen(schedule: str) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream", "fbp"])
+def test_a_slow_device_is_seen(schedule: str, recompute: bool) -> None:
     costs = table()
     plan = plan_of(costs, schedule, "stash" if schedule == "pipedream" else "flush")
+    plan = replace(plan, recompute=recompute)
     ratios = ratios_of([measure(plan, costs, {"a": 2.0, "b": 0.7})], plan, costs)
     assert ratios["a"] == pytest.approx([2.0], rel=0.02)
+    assert ratios["b"] == pytest.approx([0.7], rel=0.02)
+
+
+def test_replicas_have_no_ratio() -> None:
+    """Each replica computes a part of a micro-batch, and the costs are for whole ones."""
+    costs = table()
+    plan = plan_of(costs)
+    timeline, (first, second) = measure(plan, costs, {"b": 0.7}), plan.stages
+    plan = replace(plan, stages=(replace(first, devices=("a", "b"), shares=(1.0, 1.0)), second))
+    ratios = ratios_of([timeline], plan, costs)
+    assert ratios.keys() == {"b"}
     assert ratios["b"] == pytest.approx([0.7], rel=0.02)
 
 
