@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class Results:
         self._optimizer = optimizer
         self.history: deque[Result] = deque(maxlen=HISTORY)
         self._last_s = 0.0  # when the last result was made
+
+    def recent_s(self, count: int) -> list[float]:
+        """Return the seconds of at most `count` latest results."""
+        return [result.took_s for result in islice(reversed(self.history), count)]
 
     def make(
         self, handed: HandedOut, loss: float, versions: tuple[int, ...], **more: Any

@@ -226,10 +226,10 @@ class Survival:
         The first steps on new workers have no limit, since devices may still compile.
         """
         training = self._training
-        recent = [result.took_s for result in [*training.results.history][-RECENT:]]
-        is_known = bool(recent) and training.steps - self._since >= RECENT
+        recent_s = training.results.recent_s(RECENT)
+        is_known = bool(recent_s) and training.steps - self._since >= RECENT
         if is_known and training.setup.passes.pass_limit_s is None:
-            training.setup.crew.pass_limit_s = max(STUCK_S, STUCK * max(recent))
+            training.setup.crew.pass_limit_s = max(STUCK_S, STUCK * max(recent_s))
 
     def _every(self, latest: Kept) -> int:
         """Return the number of mini-batches from one snapshot to the next.
@@ -239,7 +239,7 @@ class Survival:
         """
         if self._options.snapshot_every is not None:
             return self._options.snapshot_every
-        steps_s = [result.took_s for result in [*self._training.results.history][-RECENT:]]
+        steps_s = self._training.results.recent_s(RECENT)
         step_s = max(median(steps_s), LEAST_S) if steps_s else 1.0
         copy_s = max(latest.took_s, LEAST_S)
         best = min(best_updates(step_s, copy_s, MTBF_S), math.ceil(REPLAY_S / step_s))
