@@ -1,7 +1,7 @@
 """Cut a host off the network at random moments of its worker, and compare the results with an
 undisturbed training's.
 
-    python tests/engine/break_cuts.py [--lanes 3] [--end-s 600] [--seed 0] [CASE ...]
+    python tests/engine/break_cuts.py [--lanes 3] [--end-s 600] [--skip 0] [--seed 0] [CASE ...]
 
 Each member is a host, and a namespace of the network, so this needs root. Each action and each
 command of the controller is a moment (`breaking.py`). `lanes` trainings run at the same time. No
@@ -122,7 +122,7 @@ def cut(chosen: argparse.Namespace) -> int:
             for moment in range(len(undisturbed(name).moments[member]))
         ]
         random.Random(f"{chosen.seed} {name}").shuffle(breaks)
-        for place in breaks[lane :: chosen.lanes][: chosen.most]:
+        for place in breaks[lane :: chosen.lanes][chosen.skip :][: chosen.most]:
             if time.monotonic() > end_s:
                 break
             took = ""
@@ -155,6 +155,7 @@ def main() -> int:
     parser.add_argument("--switch", help="of the script in a namespace")
     parser.add_argument("--end-s", type=float, default=600.0)
     parser.add_argument("--most", type=int, help="trainings of a case and lane")
+    parser.add_argument("--skip", type=int, default=0, help="trainings that are run elsewhere")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     if chosen.switch:
