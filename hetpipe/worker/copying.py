@@ -25,6 +25,7 @@ class Copying:
     def __init__(self) -> None:
         self._lent: dict[int, mmap.mmap] = {}
         self._own = np.empty(0, np.uint8)  # kept, since new memory costs more than a copy
+        self._sender = threading.Thread()  # sends values that are in this memory
 
     def take(self, message: Lend, descriptor: int) -> None:
         """Use a lent memory for later copies."""
@@ -42,9 +43,10 @@ class Copying:
         stages: Mapping[int, Stage],
         answer: Callable[[Any], None],
         send_beside: Callable[[Any], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         """Copy the values that a message asks for, now. If the memory is not lent, let a thread
-        send them in pieces."""
+        send them in pieces; `fail` gets its error."""
         memory = self._memory(asked)
         values: dict[Key, Array] = {}
         for n, places in asked.places.items():
@@ -54,23 +56,28 @@ class Copying:
             answer(Stored(asked.number, [*values]))
             return
         pieces = [Copied(asked.number, piece) for piece in _pieces(values)]
-        args = pieces, send_beside
-        threading.Thread(target=_send, args=args, name="copies", daemon=True).start()
+        args = pieces, send_beside, fail
+        self._sender = threading.Thread(target=_send, args=args, name="copies", daemon=True)
+        self._sender.start()
 
     def _memory(self, asked: Copy) -> Array:
         if asked.memory is not None:
             return np.frombuffer(self._lent[asked.memory], np.uint8)
-        if len(self._own) < asked.nbytes:
+        if len(self._own) < asked.nbytes or self._sender.is_alive():  # of an earlier copy
             self._own = np.empty(asked.nbytes, np.uint8)
         return self._own
 
 
-def _send(pieces: list[Copied], send: Callable[[Any], None]) -> None:
-    for piece in pieces:
-        try:
+def _send(
+    pieces: list[Copied], send: Callable[[Any], None], fail: Callable[[BaseException], None]
+) -> None:
+    try:
+        for piece in pieces:
             send(piece)
-        except OSError:  # the controller is gone, and the main thread notices
-            return
+    except ConnectionError:  # the controller is gone, and the main thread notices
+        pass
+    except BaseException as error:
+        fail(error)
 
 
 def _pieces(values: Mapping[Key, Array]) -> Iterator[dict[Key, Array]]:

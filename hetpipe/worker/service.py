@@ -103,7 +103,9 @@ class Service:
                     continue
                 if isinstance(message, Copy):
                     self._task = "copy"
-                    self._copying.copy(message, self._stages, self._answer, self._send_beside)
+                    self._copying.copy(
+                        message, self._stages, self._answer, self._send_beside, self.fail
+                    )
                     self._task = "idle"
                     continue
                 loads = isinstance(message, (say.Load, say.Begin))
