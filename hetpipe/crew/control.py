@@ -303,7 +303,7 @@ def _passes(doing: str) -> list[re.Match[str]]:
 
 def _may_be_stuck(doing: str) -> bool:
     """Return whether a worker's device, and not a missing message, may keep it from moving."""
-    return doing == "start" or bool(_passes(doing))
+    return doing in ("start", "copy") or bool(_passes(doing))
 
 
 def _words(doing: str) -> str:

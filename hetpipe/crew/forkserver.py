@@ -14,6 +14,7 @@ with the controller.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
@@ -36,6 +37,9 @@ from hetpipe.worker.blame import summary
 
 REPORT_S = 1.0
 """Seconds in which a server that runs reports the end of a killed worker."""
+UNKILLABLE_S = 10.0
+"""Seconds after which a killed worker counts as ended although it is there: a driver may keep it in
+the kernel for ever."""
 FORK_S = 0.5
 """Seconds in which a server that has loaded torch forks its workers."""
 READ_WHEN_LOADED = (
@@ -47,6 +51,8 @@ All other variables are set in the worker."""
 READ_WHEN_USED = ("TORCHINDUCTOR_CACHE_DIR",)
 """Variables that begin so, and that torch sets in this process while a model is captured. They need
 no further server, which would first load torch."""
+
+log = logging.getLogger("hetpipe")
 
 
 class WorkerProcess:
@@ -84,12 +90,21 @@ class WorkerProcess:
         """Wait until a killed worker, whose channel is closed, has ended.
 
         A server that is stopped would never report it. One that forks nothing for `fork_s` seconds
-        still loads torch, and will not start this worker.
+        still loads torch, and will not start this worker. A worker that a driver keeps in the
+        kernel is left behind.
         """
+        end_s = time.monotonic() + UNKILLABLE_S
         while self.wait(REPORT_S if self.pid else fork_s) is None:
             if process.is_stopped(self.server.pid):
                 self.server.kill()
             elif self._pid is None:
+                self._end(-signal.SIGKILL)
+            elif time.monotonic() > end_s:
+                log.warning(
+                    "worker process %d was killed %.0f s ago and has not ended, since a driver "
+                    "keeps it in the kernel: it is left behind, and its device may be unusable "
+                    "until the next boot", self._pid, UNKILLABLE_S,
+                )  # fmt: skip
                 self._end(-signal.SIGKILL)
 
     def _advance(self, timeout_s: float | None) -> bool:
