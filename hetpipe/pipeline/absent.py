@@ -21,6 +21,8 @@ STEADY = 10
 GROWTH = 0.25
 """Seconds until the next look, as a share of the seconds since the loss."""
 LONGEST_S = 600.0
+OPEN_S = 60.0
+"""Seconds in which a device opens."""
 
 
 class Absent:
@@ -38,7 +40,7 @@ class Absent:
         self._joined_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}  # of the lost members
         self._back: set[str] = set()
-        self._trial: tuple[str, Workers] | None = None
+        self._trial: tuple[str, Workers, float] | None = None  # with its begin
         self._retried_at = -1
 
     @property
@@ -51,19 +53,19 @@ class Absent:
         back, in the first order. Raises `ClusterError` if there is none."""
         return self._cluster_with(self._back, present, lost)
 
-    def remaining(self, present: Cluster, lost: Collection[str], position: int) -> Cluster:
-        """Note a loss at this `position` of a training. Return the cluster that continues.
+    def remaining(self, present: Cluster, lost: Collection[str], number: int) -> Cluster:
+        """Note a loss at the mini-batch of this number. Return the cluster that continues.
 
         If no member is left, all members whose hosts answer are tried again as a last resort, once
-        at a position. Raises `ClusterError` if there is none, or the second time.
+        at a mini-batch. Raises `ClusterError` if there is none, or the second time.
         """
         self.lose(lost)
         try:
             cluster = self.cluster(present, lost)
         except ClusterError:
-            if position == self._retried_at:
+            if number == self._retried_at:
                 raise
-            self._retried_at = position
+            self._retried_at = number
             self.close()
             cluster = self._cluster_with({*self._back, *self._due_s}, present)
             self._back |= {*cluster.ids}
@@ -78,8 +80,7 @@ class Absent:
     ) -> Cluster:
         """Return the cluster of the present members without lost ones, and of those in `back`."""
         here = {member.id: member for member in present.members if member.id not in lost}
-        hosts = present.connections
-        silent = [] if hosts is None else [host.name for host in hosts.others.values() if host.lost]
+        silent = _silent_hosts(present)
         gone = [
             member.id
             for member in self._cluster.members
@@ -110,6 +111,8 @@ class Absent:
 
     def look(self, present: Cluster) -> bool:
         """Continue to look for lost members. Return whether one has come back now."""
+        silent = _silent_hosts(present)
+        self.lose([id for id in self._back if self._cluster.member(id).host in silent])
         if self._trial is not None:
             return self._end_trial(*self._trial)
         now_s = time.monotonic()
@@ -121,7 +124,7 @@ class Absent:
                 workers.be_quiet()
                 if doors := self._doors(due[0], present):
                     workers.begin_each("hetpipe.hosts.door:reach", {due[0]: (doors,)})
-                self._trial = due[0], workers
+                self._trial = due[0], workers, now_s
             except HetpipeError:  # the system or the host no longer knows the device
                 self._wait(due[0])
         return False
@@ -129,14 +132,19 @@ class Absent:
     def close(self) -> None:
         """End the worker of a look that is under way."""
         if self._trial is not None:
-            _, workers = self._trial
+            _, workers, _ = self._trial
             self._trial = None
             with suppress(HetpipeError):
                 workers.close()
 
-    def _end_trial(self, member: str, workers: Workers) -> bool:
+    def _end_trial(self, member: str, workers: Workers, begin_s: float) -> bool:
+        """Return whether the member is back. A worker that does not open its device in `OPEN_S` is
+        ended."""
         try:
             if not workers.have_replied:
+                if time.monotonic() - begin_s > OPEN_S:
+                    self._wait(member)
+                    self.close()
                 return False
         except HetpipeError:
             self._wait(member)
@@ -160,3 +168,9 @@ class Absent:
         now_s = time.monotonic()
         wait_s = max(self._firsts_s[member], GROWTH * (now_s - self._lost_s[member]))
         self._due_s[member] = now_s + min(wait_s, LONGEST_S)
+
+
+def _silent_hosts(present: Cluster) -> list[str]:
+    """Return the names of the lost hosts."""
+    hosts = present.connections
+    return [] if hosts is None else [host.name for host in hosts.others.values() if host.lost]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline import absent
-from hetpipe.pipeline.absent import FIRST_S, GROWTH, LONGEST_S, Absent
+from hetpipe.pipeline.absent import FIRST_S, GROWTH, LONGEST_S, OPEN_S, Absent
 
 CLUSTER = Cluster((Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0")))
 CLOCK_S = 1.0
@@ -66,3 +67,40 @@ def test_a_member_that_is_soon_lost_again_waits_longer(monkeypatch: pytest.Monke
     for number in range(4):
         assert looks.found_s(0.0) >= 2**number * FIRST_S
         looks.now_s += 20.0
+
+
+def test_a_device_that_never_opens_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its look must not keep other members from theirs."""
+    looks, closed, trio = Looks(monkeypatch), [], Cluster.with_ids(["m0", "m1", "m2"])
+
+    def start(cluster: Cluster, **options: Any) -> Any:
+        (member,) = cluster.ids
+        return SimpleNamespace(
+            have_replied=member == "m2", be_quiet=lambda: None,
+            close=lambda: closed.append(member),
+        )  # fmt: skip
+
+    monkeypatch.setattr(absent, "Workers", SimpleNamespace(start=start))
+    looks.absent = Absent(trio)
+    looks.absent.lose(["m1", "m2"])
+    while not looks.absent.look(trio):
+        looks.now_s += CLOCK_S
+        assert looks.now_s < FIRST_S + OPEN_S + 5 * CLOCK_S
+    assert closed == ["m1", "m2"]
+    assert looks.absent.back == {"m2"}
+    assert looks.absent._due_s.keys() == {"m1"}
+
+
+def test_a_member_that_is_back_is_lost_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other members could not reach its host, and so would never be back."""
+    looks = Looks(monkeypatch)
+    first, second = CLUSTER.members
+    looks.absent = Absent(replace(CLUSTER, members=(first, replace(second, host="h1"))))
+    looks.absent.lose(["m1"])
+    while not looks.absent.look(CLUSTER):
+        looks.now_s += CLOCK_S
+    assert looks.absent.back == {"m1"}
+    others = {"h1": SimpleNamespace(name="h1", lost=True)}
+    present: Any = SimpleNamespace(connections=SimpleNamespace(others=others))
+    assert not looks.absent.look(present)
+    assert not looks.absent.back
