@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.crew.request import StepRequest
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline.batches import copied, sizes_of, slices
 
 if TYPE_CHECKING:
@@ -70,4 +70,7 @@ class Ahead:
         leaves = setup.captured.leaves(x, y)
         samples = sizes_of(setup.captured, leaves, training.plan)
         feeds = tuple(slices(leaves, samples))
-        return setup.crew.feed(StepRequest((), samples, feeds, (), rates={}, number=0))
+        try:
+            return setup.crew.feed(StepRequest((), samples, feeds, (), rates={}, number=0))
+        except WorkerError:  # the mini-batch under way raises it
+            return 0

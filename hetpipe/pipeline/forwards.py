@@ -83,14 +83,14 @@ class Forwards:
 
     def repeat(self) -> None:
         """Begin again on other stages with the same weights, with all mini-batches under way."""
-        under_way = self._under_way
+        under_way, results = self._under_way, self._results.copy()
         try:
             self._under_way = deque()
             self.begin()
             for _, leaves in under_way:
                 self.admit(leaves)
         except WorkerError:  # this call will be repeated
-            self._under_way = under_way
+            self._under_way, self._results = under_way, results
             raise
 
     def admit(self, leaves: Mapping[str, Array]) -> None:

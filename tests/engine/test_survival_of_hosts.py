@@ -97,6 +97,25 @@ def test_a_training_over_hosts_goes_on_with_the_devices_that_are_left(
     assert re.search(why, lost.why)
 
 
+def test_a_loss_while_the_next_mini_batch_is_read_loses_no_mini_batch(
+    crews: Crews, three: Cluster
+) -> None:
+    """Its leaves are sent ahead to the hosts; the loss belongs to the mini-batch under way."""
+    with Crew.start(three) as crew, opened(crew) as pipe:
+        victim = pid_of(crew, "m1")
+
+        def source() -> Iterator[Any]:
+            for number, batch in enumerate(batches(10)):
+                if number == 5:
+                    os.kill(victim, signal.SIGKILL)
+                    assert eventually(lambda: bool(crew.lost))
+                yield batch
+
+        found = list(pipe.run(source())), pipe.state_dict(), pipe.lost
+    check_same(found, trained(crews((DEVICE,) * 3, "shared-memory")), 1e-6)
+    assert [lost.members for lost in found[2]] == [("m1",)]
+
+
 def test_a_spare_takes_the_place_of_a_lost_host(crews: Crews, three: Cluster) -> None:
     options: dict[str, Any] = {"schedule": "pipedream", "spares": ["m3"]}
     found = broken(three, kill_agent, **options)
