@@ -213,7 +213,8 @@ class Rebalancer:
         return asked and not self._fixed and len(self._training.plan.stages) > 1
 
     def _has_changed(self) -> bool:
-        """Whether speeds have changed much, or enough time has passed, to compare plans again."""
+        """Whether speeds have changed much, or enough time has passed, to compare plans again; or
+        the present plan has not settled."""
         assert self._learning is not None
         changes = [
             factor / self._considered.get(device, 1.0)
@@ -221,7 +222,8 @@ class Rebalancer:
         ]
         if not changes:
             return False
-        return max(changes) / min(changes) > 1 + CHANGE or time.monotonic() > self._may_plan_s
+        changed = max(changes) / min(changes) > 1 + CHANGE
+        return changed or not self._settled or time.monotonic() > self._may_plan_s
 
     def _consider(self) -> None:
         """Compare plans at the end of a window."""

@@ -168,6 +168,7 @@ def set_up(
     check_dtypes(captured.precision, [infos[member] for member in members if member in infos])
     planning = planning_for(captured, crew, optimizer, mini_batch, progress, report)
     if survival.survives:
+        _check_recompute(passes)
         asked = replace(asked, priced=True)
         planning = replace(planning, cluster=without_spares(planning.cluster, survival.spares))
     plan, costs = planning.choose(asked)
@@ -192,6 +193,16 @@ def set_up(
     check_fit(plan, infos, optimizer, updates, captured.sync_batch_norm, boards)
     check_boards(plan, crew.cluster, infos)
     return Setup(captured, crew, plan, optimizer, passes, updates, survival, tables), costs
+
+
+def _check_recompute(passes: PassOptions) -> None:
+    """Raise `HetpipeError` for modes of single stages, which a plan after a loss may not have."""
+    modes = passes.recompute
+    if not isinstance(modes, str) and modes:
+        raise HetpipeError(
+            f"recompute={list(modes)} has a mode for each stage, and after a loss survive='auto' "
+            f"may continue with other stages: give one mode, such as recompute={modes[0]!r}"
+        )
 
 
 def snapshots_nbytes(table: CostTable) -> int:

@@ -106,7 +106,9 @@ class Survival:
         self._errors = ErrorCount()
         self.lost: list[Lost] = []
         self.joined: list[Joined] = []
-        self._budget_nbytes = 0
+        given = self._options.snapshot_nbytes
+        self._budget_nbytes = available_nbytes() // 2 if given is None else given
+        self._copied_nbytes = 0
         training.begin_journal()
 
     def begin(self) -> None:
@@ -122,13 +124,13 @@ class Survival:
     @property
     def nbytes(self) -> int:
         """The bytes of two snapshots: the latest one, and one that arrives."""
-        return 2 * self._training.setup.crew.copied_nbytes
+        return 2 * self._copied_nbytes
 
     def _check_memory(self) -> None:
         """Raise `HetpipeError` if the budget is too small for snapshots and a mini-batch."""
-        captured, given = self._training.setup.captured, self._options.snapshot_nbytes
-        self._budget_nbytes = available_nbytes() // 2 if given is None else given
-        batch_nbytes = captured.example.nbytes
+        given = self._options.snapshot_nbytes
+        self._copied_nbytes = self._training.setup.crew.copied_nbytes
+        batch_nbytes = self._training.setup.captured.example.nbytes
         needed = self.nbytes + 2 * batch_nbytes
         if needed > self._budget_nbytes:
             source = "half of the free memory is" if given is None else "snapshot_nbytes is"
@@ -178,7 +180,9 @@ class Survival:
         self.absent.join(cluster)
         try:
             self._renew(cluster)
-        except PlanError as error:  # a device may have less free memory than before
+        except WorkerError:
+            raise
+        except HetpipeError as error:  # a device may lack free memory, or an operator
             log.warning("%s cannot join: %s", words(members), error)
             self.absent.lose(members)
             self._renew(crew.cluster)
@@ -196,6 +200,7 @@ class Survival:
         self._snapshot_again(training.position)
         training.record_snapshot()
         if has_moved:  # a replay from before would give a stream weights of other ages
+            self._since = training.steps
             self._copies.wait(training.setup.crew.check)
 
     def _snapshot_again(self, position: int) -> None:
@@ -226,10 +231,11 @@ class Survival:
         The first steps on new workers have no limit, since devices may still compile.
         """
         training = self._training
-        recent_s = training.results.recent_s(RECENT)
-        is_known = bool(recent_s) and training.steps - self._since >= RECENT
-        if is_known and training.setup.passes.pass_limit_s is None:
-            training.setup.crew.pass_limit_s = max(STUCK_S, STUCK * max(recent_s))
+        if training.setup.passes.pass_limit_s is None:
+            recent_s = training.results.recent_s(RECENT)
+            is_known = bool(recent_s) and training.steps - self._since >= RECENT
+            limit_s = max(STUCK_S, STUCK * max(recent_s)) if is_known else None
+            training.setup.crew.pass_limit_s = limit_s
 
     def _every(self, latest: Kept) -> int:
         """Return the number of mini-batches from one snapshot to the next.
@@ -283,7 +289,7 @@ class Survival:
         Raises an error if no lost member is known, or if no member is left.
         """
         training = self._training
-        crew, position = training.setup.crew, training.position
+        crew, number = training.setup.crew, training.mini_batches
         present, lost, raised = crew.cluster, crew.lost, crew.raised
         if isinstance(error, MissingError):  # of a later crew, which did not start
             present, lost, raised = error.cluster, error.members, False
@@ -291,9 +297,9 @@ class Survival:
         if not lost:
             raise error
         if raised:
-            self._errors.add(error, position)
+            self._errors.add(error, number)
         try:
-            cluster = self.absent.remaining(present, lost, position)
+            cluster = self.absent.remaining(present, lost, number)
         except ClusterError:
             raise WorkerError(
                 f"{error}; no device is left to continue; with checkpoint= the script continues "

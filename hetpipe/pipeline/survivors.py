@@ -45,12 +45,12 @@ class ErrorCount:
     """Counts the errors that workers have raised at the same mini-batch."""
 
     def __init__(self) -> None:
-        self._count, self._position = 0, -1
+        self._count, self._number = 0, -1
 
-    def add(self, error: WorkerError, position: int) -> None:
-        """Count an error at a position of a training. Raises `WorkerError` at the last one."""
-        self._count = self._count + 1 if position == self._position else 1
-        self._position = position
+    def add(self, error: WorkerError, number: int) -> None:
+        """Count an error at the mini-batch of this number. Raises `WorkerError` at the last one."""
+        self._count = self._count + 1 if number == self._number else 1
+        self._number = number
         if self._count == TRIES:
             raise WorkerError(
                 f"{error}; this was error {TRIES} at the same mini-batch, so no device is to blame"
@@ -92,30 +92,40 @@ def plan_for(
 ) -> tuple[Plan, CostTable]:
     """Return the fastest plan on a cluster that trains as the plan `before` did, and its costs.
 
-    It has the same mini-batch, micro-batches and weight policy. It has the same schedule or, if no
-    such plan fits, another one that flushes as well. The `present` plan stays, with unused members
-    in the places of lost ones, unless another plan is clearly faster. Nothing is measured. Raises
-    `PlanError`.
+    It has the same mini-batch, micro-batches and weight policy, and replicas only if `before` has
+    some. It has the same schedule or, if no such plan fits, another one that flushes as well. The
+    `present` plan stays, with unused members in the places of lost ones, unless another plan is
+    clearly faster. Nothing is measured. Raises `PlanError`.
     """
     spared = _with_spares(cluster, present, tables)
-    whole = before.rule.replicates or not before.rule.averages
     try:
-        plan, table = (_replicated if whole else _searched)(captured, cluster, before, tables)
+        if before.rule.replicates or not before.rule.averages:
+            plan, table = _replicated(captured, cluster, before, tables)
+        else:
+            plan, table = _searched(cluster, before, tables)
     except PlanError:
         if before.rule.flushes:
-            plan, table = _searched(captured, cluster, before, tables, ())
+            plan, table = _searched(cluster, before, tables, ())
         elif spared is not None:
-            plan, table = spared, nearest_table(tables, spared)
+            plan, table = spared, _table_of(tables, spared)
         else:
             raise
     if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
-        plan, table = spared, nearest_table(tables, spared)  # most programs are compiled already
+        plan, table = spared, _table_of(tables, spared)  # most programs are compiled already
     return replace(plan, splits=before.splits, notes=before.notes), table
 
 
 def priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
     """Return a plan with its price by other costs. Raises `PlanError`."""
     return Priced(tables, PlannerOptions(plan.mini_batch, weights=plan.weights)).plan_again(plan)
+
+
+def _table_of(tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
+    """Return the costs at the plan's size of micro-batches; the nearest known ones with replicas,
+    which divide them."""
+    if max(plan.replicas) > 1:
+        return nearest_table(tables, plan)
+    return Priced(tables, PlannerOptions(plan.mini_batch)).table(plan.share_samples)
 
 
 def _replicated(
@@ -136,22 +146,20 @@ def _replicated(
 
 
 def _searched(
-    captured: Captured,
     cluster: Cluster,
     before: Plan,
     tables: Mapping[int, CostTable],
     schedules: tuple[str, ...] | None = None,
 ) -> tuple[Plan, CostTable]:
     """Return the fastest plan with one of these `schedules`, by default the plan's; () is all."""
-    # Batch norms see how replicas divide a micro-batch, so replicas would change the training.
-    replicas = before.rule.flushes and not captured.updated_buffers
+    # Replicas could not divide small mini-batches that the training has had or may still get.
     options = PlannerOptions(
         before.mini_batch, (before.microbatches,),
         (before.schedule,) if schedules is None else schedules, before.weights,
-        replicas=replicas or max(before.replicas) > 1,
+        replicas=max(before.replicas) > 1,
     )  # fmt: skip
     plan = plan_on(tables, cluster, options)
-    return plan, nearest_table(tables, plan)
+    return plan, _table_of(tables, plan)
 
 
 def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:

@@ -17,6 +17,7 @@ from hetpipe.cluster.member import BackendOptions, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.pipeline import survivors
+from hetpipe.pipeline.stages import Stages
 from hetpipe.plan.plan import Plan
 from hetpipe.sdk.host import registry
 from hetpipe.sdk.host.registry import register_backend
@@ -143,20 +144,27 @@ def test_a_device_that_is_not_found_when_it_joins_is_lost_again(
         assert sorted(pipe.plan.all_devices) == ["m0", "m2"]
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_a_device_that_no_longer_fits_does_not_join(
-    mixed: Crew, monkeypatch: pytest.MonkeyPatch
+    mixed: Crew, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """Another process may have taken its memory meanwhile."""
-    check = survivors.check_fit
+    """Another process may have taken its memory meanwhile; or it refuses to load a stage."""
+    check, load = survivors.check_fit, Stages.load
 
     def check_fit(plan: Plan, *args: Any) -> None:
-        if "m1" in plan.all_devices:
+        if "m1" in plan.all_devices and not late:
             raise HetpipeError("m1 lacks 7 bytes")
         check(plan, *args)
+
+    def load_unless(stages: Stages, *args: Any) -> None:
+        if "m1" in stages.plan.all_devices:
+            raise HetpipeError("m1 lacks aten.relu")
+        load(stages, *args)
 
     with opened(mixed, members="012") as pipe:
         returned(pipe, monkeypatch)
         monkeypatch.setattr(survivors, "check_fit", check_fit)
+        monkeypatch.setattr(Stages, "load", load_unless)
         pipe.step(*batches(1)[0])
         assert len(pipe.lost) == 1
         assert not pipe.joined

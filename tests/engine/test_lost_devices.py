@@ -282,6 +282,21 @@ def test_a_budget_that_snapshots_exceed_is_refused(crews: Crews) -> None:
         assert pipe.snapshot_nbytes == pytest.approx(expected_nbytes, rel=0.05)
 
 
+def test_a_restore_needs_no_room_beside_the_snapshots(
+    crews: Crews, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshots take the place of the present ones, which the free memory does not count."""
+    with opened(crews((DEVICE,) * 3, "shared-memory")) as pipe:
+        pipe.step(*batches(1)[0])
+        pipe.save(tmp_path)
+        monkeypatch.setattr(survival, "available_nbytes", lambda: 2 * pipe.snapshot_nbytes)
+        pipe.restore(tmp_path)
+        kill(pipe._crew, "m1")
+        assert pipe.snapshot_nbytes > 0
+        pipe.step(*batches(1)[0])
+        assert len(pipe.lost) == 1
+
+
 def test_a_spare_that_can_run_no_stage_is_refused(crews: Crews) -> None:
     crew = crews((DEVICE,) * 3, "shared-memory")
     unable = LayerCost(math.inf, math.inf, math.inf, reason="it lacks aten.relu.default")
@@ -315,6 +330,7 @@ def test_lost_devices_are_tried_again_when_none_is_left(crews: Crews) -> None:
         ({"spares": ["m7"]}, "no member 'm7'"),
         ({"spares": ["m0", "m1", "m2"]}, "m0, m1, m2 are all members, and none is left to train"),
         ({"snapshot_every": 0}, "snapshot_every=0"),
+        ({"recompute": ["inputs", "none", "none"]}, "give one mode, such as recompute='inputs'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

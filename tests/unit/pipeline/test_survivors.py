@@ -1,0 +1,68 @@
+"""The plan and its costs after a loss, by known costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_sizes_between import CLUSTER, MEMBERS, table
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.errors import WorkerError
+from hetpipe.pipeline.forwards import Forwards
+from hetpipe.pipeline.survivors import TRIES, ErrorCount, plan_for
+from hetpipe.plan.planner import make_plan
+
+UNUSED: Any = None
+"""A captured model, which only plans with the whole model on every member need."""
+
+
+def test_the_costs_have_the_size_of_the_plan() -> None:
+    """The size may have been interpolated between two measured ones."""
+    tables = {size: table(size, 3.0) for size in (2, 16)}
+    before = make_plan(table(8, 3.0), MEMBERS, mini_batch=64, microbatches=8)
+    plan, costs = plan_for(UNUSED, Cluster.with_ids(MEMBERS[:1]), before, before, tables)
+    assert plan.all_devices == ("m0",)
+    assert costs.samples == plan.share_samples == 8
+
+
+def test_a_plan_without_replicas_gets_none() -> None:
+    """Replicas could not divide the small mini-batches that the first plan can train."""
+    tables = {size: table(size, 0.0) for size in (4, 8)}
+    for size, costs in tables.items():  # messages are dear, and gradients small
+        links = {pair: replace(link, latency_s=100.0) for pair, link in costs.links.items()}
+        tables[size] = replace(costs, links=links)
+    before = make_plan(tables[8], MEMBERS[:1], mini_batch=64, microbatches=8)
+    plan, _ = plan_for(UNUSED, CLUSTER, before, before, tables)
+    assert plan.replicas == (1,) * len(plan.stages)
+
+
+def test_errors_are_counted_by_mini_batch() -> None:
+    errors = ErrorCount()
+    for number in (3, 4, 4):
+        errors.add(WorkerError("an error"), number)
+    with pytest.raises(WorkerError, match=f"this was error {TRIES} at the same mini-batch"):
+        errors.add(WorkerError("an error"), 4)
+
+
+def test_forwards_that_are_repeated_twice_have_each_result_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A result may arrive before a second loss, and its mini-batch is computed again after it."""
+    forwards: Any = object.__new__(Forwards)
+    forwards._under_way, forwards._results = [("request", 1), ("request", 2)], ["earlier"]
+    admitted = []
+
+    def admit(leaves: Any) -> None:
+        admitted.append(leaves)
+        if len(admitted) == 2:
+            forwards._results.append("early")
+            raise WorkerError("another loss")
+
+    monkeypatch.setattr(forwards, "begin", lambda: None)
+    monkeypatch.setattr(forwards, "admit", admit)
+    with pytest.raises(WorkerError):
+        forwards.repeat()
+    assert forwards._results == ["earlier"]
+    assert [leaves for _, leaves in forwards._under_way] == [1, 2]
