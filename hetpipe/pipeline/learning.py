@@ -34,7 +34,7 @@ class Learning:
     """Learns, per device, the ratio of measured to predicted time of its passes."""
 
     def __init__(self, table: CostTable, plan: Plan) -> None:
-        self._table, self._plan = _costs_in_use(table, plan), plan
+        self._table, self.plan = _costs_in_use(table, plan), plan
         self._factors: dict[str, float] = {}  # learned under earlier plans
         self._learned: dict[str, float] | None = {}  # None: not computed yet
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
@@ -48,14 +48,14 @@ class Learning:
         """Begin again with a new plan, perhaps with another table of the same devices' costs,
         because earlier passes belong to other stages."""
         self._factors = self.factors
-        self._plan, self._table = plan, _costs_in_use(table or self._table, plan)
+        self.plan, self._table = plan, _costs_in_use(table or self._table, plan)
         self.recent.clear()
 
     @property
     def factors(self) -> dict[str, float]:
         """Ratios by device. Without valid times, a device keeps its earlier ratio, if any."""
         if self._learned is None:
-            ratios = ratios_of(self.recent, self._plan, self._table)
+            ratios = ratios_of(self.recent, self.plan, self._table)
             able = {device: each for device, each in ratios.items() if len(each) >= LEAST}
             new = {device: typical(each) for device, each in able.items()}
             self._learned = {**self._factors, **new}
@@ -68,7 +68,7 @@ class Learning:
         times include contention already. None until every device has enough passes, and for a plan
         with replicas, whose passes cannot be told apart.
         """
-        plan = self._plan
+        plan = self.plan
         ratios = ratios_of(self.recent, plan, self._table)
         too_few = any(len(ratios.get(device, ())) < LEAST for device in plan.all_devices)
         if too_few or max(plan.replicas) > 1:
@@ -88,7 +88,7 @@ class Learning:
     @property
     def step_s(self) -> float | None:
         """Measured seconds of a mini-batch; None before enough mini-batches were measured."""
-        if self._plan.rule.flushes:
+        if self.plan.rule.flushes:
             steps_s = [timeline.step_s for timeline in self.recent]
         else:  # after `Training.flush` times begin at 0 again; the negative difference is dropped
             ends_s = [max(s.end_s for s in each.spans) for each in self.recent if each.spans]

@@ -86,11 +86,13 @@ class Rebalancer:
     def renew(self, costs: CostTable) -> None:
         """Begin again with another plan and its costs, after a loss. Learned factors stay.
 
-        Under an asynchronous schedule the plan counts as settled, because a move changes the ages
-        of the weights.
+        The plan counts as settled if spares have taken the places of lost members, whose results
+        equal theirs to the last bit; and under an asynchronous schedule, because a move changes the
+        ages of the weights.
         """
         plan = self._training.plan
-        self._settled = not plan.rule.flushes
+        same_cuts = self._learning is not None and self._learning.plan.cuts == plan.cuts
+        self._settled = same_cuts or not plan.rule.flushes
         self._fixed, self._planned_by = self._asked_fixed or why_fixed(plan), costs
         if self._learning is not None:
             self._learning.restart(plan, costs)

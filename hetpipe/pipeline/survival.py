@@ -210,7 +210,9 @@ class Survival:
             position, training.steps, tuple(training.updates), training.plan,
             training.scaling.state(), training.not_finite, training.stages.unread,
         )  # fmt: skip
-        training.setup.crew.copy(self._copies, moment)
+        crew = training.setup.crew
+        self._copied_nbytes = crew.copied_nbytes  # tied values may be on more stages than before
+        crew.copy(self._copies, moment)
         self._begun = training.mini_batches_before(position)
         self._plan = training.plan
 
