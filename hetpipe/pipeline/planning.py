@@ -168,11 +168,12 @@ class Planning:
         # Every size needs separate programs. So at first only the smallest and the largest size
         # are measured, and stored sizes are read; then the sizes of plans that are the best by
         # interpolated costs are measured.
+        key = {**asked.keywords, "members": list(self.cluster.ids)}  # without spares
         ends = self._sizes([counts[0], counts[-1]])
         tables = self._costs(sorted({*ends, *self._stored(counts)}, reverse=True))
         while True:
             best = plan_on(tables, self.cluster, options)
-            kept = self.earlier and self.earlier.kept(best, tables, asked.keywords)
+            kept = self.earlier and self.earlier.kept(best, tables, key)
             size = self._samples(best.microbatches)
             if kept or size in tables or min(best.replicas) > 1:
                 break
@@ -181,7 +182,7 @@ class Planning:
                 break
             tables |= measured
         if self.earlier and not kept:
-            self.earlier.keep(best, asked.keywords)
+            self.earlier.keep(best, key)
         best = kept or best
         return with_notes(best, tables, self.members, options), nearest_table(tables, best)
 

@@ -250,8 +250,8 @@ def test_a_plan_after_a_loss_is_corrected_once(
         speeds["m1"] = 0.2
         found += losses(pipe, 7 * WINDOW, 10 * WINDOW)
         assert pipe.plan is corrected
-    options.pop("spares", None)
-    with open_planned(crews((DEVICE,) * 2, "shared-memory"), mixed(), **options) as pipe:
+    parts = {name: value for name, value in options.items() if name != "spares"}
+    with open_planned(crews((DEVICE,) * 2, "shared-memory"), mixed(), **parts) as pipe:
         wanted = losses(pipe, 0, 10 * WINDOW)
     if "schedule" not in options:  # a stream flushes at its snapshots
         assert found == pytest.approx(wanted, rel=1e-6)

@@ -36,13 +36,22 @@ def table(samples: int, factor: float, layer_s: float = 1.0) -> CostTable:
     return CostTable("case", samples, nbytes, rows, links)
 
 
-def plan_with(factor: float, model: str = "a", schedule: str = "1f1b") -> Plan:
+def plan_with(
+    factor: float, model: str = "a", schedule: str = "1f1b", members: Sequence[str] = MEMBERS
+) -> Plan:
     """Return the plan of a start at which the second device takes `factor` times as long."""
     planning = Planning(
-        "case", LAYERS, CLUSTER, 8, lambda sizes: {size: table(size, factor) for size in sizes},
+        "case", LAYERS, Cluster.with_ids(members), 8,
+        lambda sizes: {size: table(size, factor) for size in sizes},
         earlier=EarlierPlans({"model": model}),
     )  # fmt: skip
     return planning.choose(PlanOptions(schedule=schedule, microbatches=4))[0]
+
+
+def test_a_plan_of_more_members_is_not_kept() -> None:
+    """A member that has become a spare gets no layers."""
+    assert plan_with(1.0).all_devices == ("m0", "m1")
+    assert plan_with(1.0, members=["m1"]).all_devices == ("m1",)
 
 
 def test_a_small_change_keeps_the_plan_with_new_times() -> None:
