@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from hetpipe.wire.channel import aligned
 from hetpipe.wire.copy_messages import Copied, Key, Stored
 from hetpipe.wire.wire import Array, host_dtype
 
+RECENT = 3
+"""The number of latest copies that tell how long a copy takes."""
 TICK_S = 0.1
 """Seconds between two looks whether a worker is lost, while a copy is awaited."""
 
@@ -82,8 +86,15 @@ class Copies:
         self._arriving: dict[Key, Array] = {}
         self._mark: object = None
         self._begin_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=RECENT)
         self.memories = Memories(most)
         self.latest: Kept | None = None
+
+    @property
+    def typical_s(self) -> float:
+        """Seconds of a copy: the median of the latest ones, or the shorter of two. The first copies
+        into new memory take longer, and so may a single one. 0 before the first."""
+        return median_low(self._recent_s) if self._recent_s else 0.0
 
     def begin(
         self, number: int, keys: Collection[Key], places: Mapping[Key, Array], mark: object
@@ -119,6 +130,7 @@ class Copies:
     def _complete(self) -> None:
         took_s = time.monotonic() - self._begin_s
         self.latest = Kept(self._arriving, self._mark, took_s)
+        self._recent_s.append(took_s)
         self._number, self._arriving, self._places = 0, {}, {}
         self._changed.notify_all()
 

@@ -144,14 +144,14 @@ class Survival:
     @property
     def due(self) -> bool:
         """Whether a snapshot should be taken before the next mini-batch."""
-        training, latest = self._training, self._latest
+        training = self._training
         if training.accumulated:
             return False
-        self._moment(latest)
+        self._moment(self._latest)
         self._limit_passes()
         since = training.mini_batches - self._begun
         is_full = since > 0 and self.nbytes + training.journal_nbytes > self._budget_nbytes
-        return training.plan is not self._plan or is_full or since >= self._every(latest)
+        return training.plan is not self._plan or is_full or since >= self._every()
 
     @property
     def join_pays(self) -> bool:
@@ -239,7 +239,7 @@ class Survival:
             limit_s = max(STUCK_S, STUCK * max(recent_s)) if is_known else None
             training.setup.crew.pass_limit_s = limit_s
 
-    def _every(self, latest: Kept) -> int:
+    def _every(self) -> int:
         """Return the number of mini-batches from one snapshot to the next.
 
         It is the best number by Daly's formula. But a snapshot takes at most `SHARE` of the time,
@@ -249,7 +249,7 @@ class Survival:
             return self._options.snapshot_every
         steps_s = self._training.results.recent_s(RECENT)
         step_s = max(median(steps_s), LEAST_S) if steps_s else 1.0
-        copy_s = max(latest.took_s, LEAST_S)
+        copy_s = max(self._copies.typical_s, LEAST_S)
         best = min(best_updates(step_s, copy_s, MTBF_S), math.ceil(REPLAY_S / step_s))
         return max(best, math.ceil(copy_s / (SHARE * step_s)))
 

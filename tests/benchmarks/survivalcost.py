@@ -116,7 +116,7 @@ def survival_of(pipe: hp.Pipeline) -> Survival:
 def fix_interval(pipe: hp.Pipeline) -> int:
     """Keep the number of mini-batches between two snapshots that the pipeline has chosen by now."""
     survival = survival_of(pipe)
-    count = survival._every(survival._latest)
+    count = survival._every()
     survival._options = replace(survival._options, snapshot_every=count)
     return count
 
