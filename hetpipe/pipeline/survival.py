@@ -114,10 +114,13 @@ class Survival:
     def begin(self) -> None:
         """Take a snapshot that no loss before it needs, and wait for it. No mini-batch may be under
         way. Raises `HetpipeError` if two snapshots do not fit the memory."""
-        self._check_memory()
+        setup = self._training.setup
+        crew, batch_nbytes = setup.crew, setup.captured.example.nbytes
+        self._copied_nbytes = crew.copied_nbytes
+        is_given = self._options.snapshot_nbytes is not None
+        _check_budget(self.nbytes, batch_nbytes, self._budget_nbytes, is_given)
         self._since = self._training.steps
         self.snapshot()
-        crew = self._training.setup.crew
         self._copies.wait(crew.check)
         start_servers(crew.cluster, crew.infos)
 
@@ -125,21 +128,6 @@ class Survival:
     def nbytes(self) -> int:
         """The bytes of two snapshots: the latest one, and one that arrives."""
         return 2 * self._copied_nbytes
-
-    def _check_memory(self) -> None:
-        """Raise `HetpipeError` if the budget is too small for snapshots and a mini-batch."""
-        given = self._options.snapshot_nbytes
-        self._copied_nbytes = self._training.setup.crew.copied_nbytes
-        batch_nbytes = self._training.setup.captured.example.nbytes
-        needed = self.nbytes + 2 * batch_nbytes
-        if needed > self._budget_nbytes:
-            source = "half of the free memory is" if given is None else "snapshot_nbytes is"
-            raise HetpipeError(
-                f"survive='auto' keeps two snapshots ({format_nbytes(self.nbytes)}) and at least "
-                f"two mini-batches (of {format_nbytes(batch_nbytes)}) in this process's memory: "
-                f"{source} {self._budget_nbytes} bytes, and {needed - self._budget_nbytes} bytes "
-                f"are missing; give snapshot_nbytes={needed} if there is room, or leave survive out"
-            )
 
     @property
     def due(self) -> bool:
@@ -340,3 +328,16 @@ class Survival:
         assert isinstance(moment, Moment)
         self._training.forget(moment.position)
         return moment
+
+
+def _check_budget(nbytes: int, batch_nbytes: int, budget_nbytes: int, is_given: bool) -> None:
+    """Raise `HetpipeError` if a budget is too small for snapshots and two mini-batches."""
+    needed = nbytes + 2 * batch_nbytes
+    if needed > budget_nbytes:
+        source = "snapshot_nbytes is" if is_given else "half of the free memory is"
+        raise HetpipeError(
+            f"survive='auto' keeps two snapshots ({format_nbytes(nbytes)}) and at least two mini-"
+            f"batches (of {format_nbytes(batch_nbytes)}) in this process's memory: {source} "
+            f"{budget_nbytes} bytes, and {needed - budget_nbytes} bytes are missing; give "
+            f"snapshot_nbytes={needed} if there is room, or leave survive out"
+        )

@@ -22,7 +22,9 @@ PIECE_NBYTES = 4 << 20
 class Copying:
     """The memories in which a worker copies its values."""
 
-    def __init__(self) -> None:
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        """`fail` gets the errors of the threads that send."""
+        self._fail = fail
         self._lent: dict[int, mmap.mmap] = {}
         self._own = np.empty(0, np.uint8)  # kept, since new memory costs more than a copy
         self._sender = threading.Thread()  # sends values that are in this memory
@@ -43,10 +45,9 @@ class Copying:
         stages: Mapping[int, Stage],
         answer: Callable[[Any], None],
         send_beside: Callable[[Any], None],
-        fail: Callable[[BaseException], None],
     ) -> None:
         """Copy the values that a message asks for, now. If the memory is not lent, let a thread
-        send them in pieces; `fail` gets its error."""
+        send them in pieces."""
         memory = self._memory(asked)
         values: dict[Key, Array] = {}
         for n, places in asked.places.items():
@@ -56,7 +57,7 @@ class Copying:
             answer(Stored(asked.number, [*values]))
             return
         pieces = [Copied(asked.number, piece) for piece in _pieces(values)]
-        args = pieces, send_beside, fail
+        args = pieces, send_beside, self._fail
         self._sender = threading.Thread(target=_send, args=args, name="copies", daemon=True)
         self._sender.start()
 

@@ -69,7 +69,7 @@ class Service:
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # by number; one script per lane
         self._beside = Beside()
-        self._copying = Copying()
+        self._copying = Copying(self.fail)
         self._failed = threading.Lock()  # the first failure takes this lock forever
         self._stopped = False
 
@@ -103,9 +103,7 @@ class Service:
                     continue
                 if isinstance(message, Copy):
                     self._task = "copy"
-                    self._copying.copy(
-                        message, self._stages, self._answer, self._send_beside, self.fail
-                    )
+                    self._copying.copy(message, self._stages, self._answer, self._send_beside)
                     self._task = "idle"
                     continue
                 loads = isinstance(message, (say.Load, say.Begin))

@@ -22,10 +22,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.value = np.zeros(NBYTES, np.uint8)
-        self.copying = Copying()
         self.open = threading.Event()
         self.sent = list[Copied]()
         self.failures = list[BaseException]()
+        self.copying = Copying(self.failures.append)
         store = SimpleNamespace(read_into=self._read_into)
         self.stages: Any = {0: SimpleNamespace(store=store)}
 
@@ -39,7 +39,7 @@ class Worker:
 
     def copy(self, number: int, send: Any) -> threading.Thread:
         asked = Copy(number=number, memory=None, nbytes=NBYTES, places={0: {KEY: 0}})
-        self.copying.copy(asked, self.stages, self.sent.append, send, self.failures.append)
+        self.copying.copy(asked, self.stages, self.sent.append, send)
         return self.copying._sender
 
 
