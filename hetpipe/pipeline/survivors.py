@@ -10,6 +10,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.crew.launcher import missing_members
 from hetpipe.crew.workers import share_operators
 from hetpipe.errors import BackendError, HetpipeError, PlanError, WorkerError
+from hetpipe.pipeline.absent import OPEN_S
 from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.fit import check_fit
 from hetpipe.pipeline.options import PlanOptions
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.setup import Setup
 
 
-START_S = 60.0
-"""Seconds in which a device opens."""
 TRIES = 3
 """A training ends at this number of errors in workers at the same mini-batch."""
 
@@ -60,7 +59,7 @@ class ErrorCount:
 def start_crew(cluster: Cluster) -> Crew:
     """Start a crew. Raises `MissingError` if the devices of some members are not found."""
     try:
-        return Crew.start(cluster, start_timeout_s=START_S, wait=False)
+        return Crew.start(cluster, start_timeout_s=OPEN_S, wait=False)
     except (BackendError, WorkerError) as error:
         if missing := missing_members(cluster):
             raise MissingError(str(error), cluster, missing) from error

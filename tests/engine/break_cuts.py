@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--switch", help="of the script in a namespace")
     parser.add_argument("--end-s", type=float, default=600.0)
     parser.add_argument("--most", type=int, help="trainings of a case and lane")
-    parser.add_argument("--skip", type=int, default=0, help="trainings that are run elsewhere")
+    parser.add_argument("--skip", type=int, default=0, help="as many of them are run elsewhere")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     if chosen.switch:
