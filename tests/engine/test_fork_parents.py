@@ -35,10 +35,27 @@ sys.addaudithook(at_fork)
 """
 
 
-def ran(code: str, requests: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SPY + code], input=requests, capture_output=True, text=True
-    )
+def ran(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SPY + code], capture_output=True, text=True)
+
+
+def answered(code: str, request: str) -> tuple[str, str]:
+    """Return the first line that the code answers to a request, and all that it prints as errors.
+
+    Its standard input stays open until then: the parent of a fork ends it when the input ends.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", SPY + code], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(request)
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        process.stdin.close()
+        return answer, process.stderr.read()
 
 
 @pytest.mark.slow
@@ -48,9 +65,9 @@ def test_the_parent_of_self_tests_asks_nothing() -> None:
         "arguments": ["hetpipe.backends.pytorch:PyTorchBackend", "pytorch:cpu:0"],
     }  # fmt: skip
     code = "from hetpipe.check.selftest_process import main; main(60.0)"
-    done = ran(code, f"{json.dumps(request)}\n")
-    assert '"ok": true' in done.stdout, done.stderr
-    assert "forks after\n" in done.stderr
+    answer, errors = answered(code, f"{json.dumps(request)}\n")
+    assert '"ok": true' in answer, errors
+    assert "forks after\n" in errors
 
 
 @pytest.mark.slow
