@@ -103,6 +103,8 @@ class Control:
         self.on_copied: Callable[[Copied | Stored], None] = lambda piece: None
         self.lost: frozenset[int] = frozenset()
         """The workers whose loss is the failure; none if the failure has another cause."""
+        self.hosts_answer: Callable[[Collection[str]], bool] = lambda hosts: True
+        """Ask hosts for a sign of life. Return False once one of them is lost."""
         self.places: Sequence[str] = [""] * len(self.labels)
         """The host of each worker, and `own_host`, the controller's."""
         self.own_host = ""
@@ -180,7 +182,13 @@ class Control:
         return True
 
     def _blame(self, breaks: Sequence[Break]) -> None:
-        """End the run because of broken wires, although no worker and no host is lost."""
+        """End the run because of broken wires, unless one of their hosts is found lost.
+
+        On busy machines a host may be found lost only now, and another one must not go for it.
+        """
+        ends = {worker for each in breaks for worker in (each.worker, each.neighbour)}
+        if not self.hosts_answer({self.places[worker] for worker in ends}):
+            return
         one, other, reason = breaks[0]
         why = f": {reason}" if reason else ""
         self.fail(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import secrets
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -160,6 +161,7 @@ class HostsFleet(Fleet):
         self.wires = secrets.token_hex(8)
         hosts.wires.open(self.wires)
         control.places, control.own_host = places, hosts.own.name
+        control.hosts_answer = self._answer
         control.on_failure = self._failed
 
     def workers(self, host: str) -> list[int]:
@@ -204,6 +206,14 @@ class HostsFleet(Fleet):
         for wait in waits:
             wait()
         self._hosts.wires.forget(self.wires)
+
+    def _answer(self, hosts: Collection[str]) -> bool:
+        """Ask hosts for an answer; a host that gives none is lost after a while."""
+        try:
+            self._hosts.call_each(threading.TIMEOUT_MAX, bool, dict.fromkeys(hosts, ()))
+        except WorkerError:
+            return False
+        return True
 
     def _failed(self) -> None:
         for part in self._controls.values():

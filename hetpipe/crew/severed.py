@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hetpipe.wire.ends import Severed
 
 CAUSE_S = 6.0
-"""Seconds in which the loss of a worker or a host is found (docs/hosts.md), and one second."""
+"""Seconds in which the loss of a worker or a host is usually found (docs/hosts.md), and one."""
 
 
 class Break(NamedTuple):
@@ -25,7 +25,7 @@ class Breaks:
     """Waits for the cause of broken wires.
 
     Usually a worker or a host is lost, and its neighbours only see that first. If no loss is found
-    within `CAUSE_S`, both ends live, and `blame` is called once with all broken wires.
+    within `CAUSE_S`, `blame` is called once with all broken wires, on a thread that may wait.
     """
 
     def __init__(self, blame: Callable[[Sequence[Break]], None]) -> None:

@@ -97,6 +97,24 @@ def test_a_training_over_hosts_goes_on_with_the_devices_that_are_left(
     assert re.search(why, lost.why)
 
 
+def test_a_broken_wire_blames_no_host_while_another_one_is_silent(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host h2 is found lost only after the wait for a cause, and h1 would be blamed."""
+    monkeypatch.setattr(severed, "CAUSE_S", 0.1)
+
+    def fall_silent(crew: Crew) -> None:
+        sever(crew)
+        connections = crew.cluster.connections
+        assert connections is not None
+        os.kill(connections.call_all(10.0, os.getpid)["h2"], signal.SIGSTOP)
+
+    with hosts(*FOUR) as cluster:
+        found = broken(cluster, fall_silent)
+    check_same(found, trained(crews((DEVICE,) * 3, "shared-memory")), 1e-6)
+    assert [lost.members for lost in found[2]] == [("m2", "m3")]
+
+
 def test_a_loss_while_the_next_mini_batch_is_read_loses_no_mini_batch(
     crews: Crews, three: Cluster
 ) -> None:
