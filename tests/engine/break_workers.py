@@ -5,7 +5,7 @@
 Each action and each command of the controller is a moment. Then two workers are lost: the second
 one at a moment of the recovery from the first loss, or of the training after it; then three. With
 `--part 0.1` a random tenth of all moments is broken, and with `--part 0.1 --skip 0.1` another
-tenth. This takes hours.
+tenth. This takes hours; Ctrl-C or SIGTERM ends it, with the counts so far.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import signal
 import statistics
 import sys
 import time
@@ -75,35 +76,44 @@ def main() -> int:
     wrong: Counter[tuple[str, str]] = Counter()
     waits_s: list[float] = []
     table = [(name, kind) for name in chosen.cases or CASES for kind in chosen.kinds.split(",")]
-    for name, kind in table:
-        chance, share = (random.Random(f"{chosen.seed} {name} {kind} {n}") for n in range(2))
-        all_breaks = [*breaks_of(name, kind)]
-        if max(numbers) > 1:
-            all_breaks += more_breaks_of(name, kind, chance)
-        for breaks in all_breaks:
-            is_chosen = 0 <= share.random() - chosen.skip < chosen.part
-            if len(breaks) - breaks.count(NO_BREAK) not in numbers or not is_chosen:
-                continue
-            if time.monotonic() > end_s:
-                break
-            try:
-                found = run(CASES[name], breaks)
-                texts = problems(name, found, breaks)
-                waits_s.append(found.wait_s)
-            except Exception as error:
-                texts = [f"{type(error).__name__}: {error}"]
-            counts[name, kind] += 1
-            if texts:
-                wrong[name, kind] += 1
-                places = "; ".join(f"{b.member} {b.kind} {b.moment}" for b in breaks)
-                print(f"FAILED {name} {places}: {'; '.join(texts)[:500]}", flush=True)
-        print(f"{name} {kind}: {counts[name, kind]} runs, {wrong[name, kind]} failures", flush=True)
+    interrupted = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for name, kind in table:
+            chance, share = (random.Random(f"{chosen.seed} {name} {kind} {n}") for n in range(2))
+            all_breaks = [*breaks_of(name, kind)]
+            if max(numbers) > 1:
+                all_breaks += more_breaks_of(name, kind, chance)
+            for breaks in all_breaks:
+                is_chosen = 0 <= share.random() - chosen.skip < chosen.part
+                if len(breaks) - breaks.count(NO_BREAK) not in numbers or not is_chosen:
+                    continue
+                if time.monotonic() > end_s:
+                    break
+                try:
+                    found = run(CASES[name], breaks)
+                    texts = problems(name, found, breaks)
+                    waits_s.append(found.wait_s)
+                except Exception as error:
+                    texts = [f"{type(error).__name__}: {error}"]
+                counts[name, kind] += 1
+                if texts:
+                    wrong[name, kind] += 1
+                    places = "; ".join(f"{b.member} {b.kind} {b.moment}" for b in breaks)
+                    print(f"FAILED {name} {places}: {'; '.join(texts)[:500]}", flush=True)
+            print(
+                f"{name} {kind}: {counts[name, kind]} runs, {wrong[name, kind]} failures",
+                flush=True,
+            )
+    except KeyboardInterrupt:
+        interrupted = True
     waits_s = [wait_s for wait_s in waits_s if wait_s == wait_s]
-    print(f"{counts.total()} runs, {wrong.total()} failures")
+    end = ", then interrupted" if interrupted else ""
+    print(f"{counts.total()} runs, {wrong.total()} failures{end}")
     if waits_s:
         median_s = statistics.median(waits_s)
         print(f"loss to next result: median {median_s:.2f} s, worst {max(waits_s):.2f} s")
-    return 1 if wrong else 0
+    return 1 if wrong or interrupted else 0
 
 
 if __name__ == "__main__":
