@@ -56,8 +56,7 @@ def test_leaving_a_run_early_ends_it(crew: Crew) -> None:
             if result.index == 1:
                 break
         again = [result.index for result in pipe.run(data[:3])]
-    assert again == list(range(again[0], again[0] + len(again)))
-    assert again[-1] == pipe.steps - 1
+    assert again == [pipe.steps - 3, pipe.steps - 2, pipe.steps - 1]
 
 
 def test_two_runs_at_once_are_refused(crew: Crew) -> None:
@@ -82,15 +81,15 @@ def test_two_threads_are_refused(crew: Crew) -> None:
             except HetpipeError as error:
                 errors.append(str(error))
 
-        def loss_in_between(x: Any, y: Any) -> Any:
+        def step_beside_second(*args: Any) -> Any:
             thread = threading.Thread(target=second, name="second")
             thread.start()
             thread.join()
-            return x, y
+            return step(*args)
 
         training = pipe._training
         step = training.step
-        training.step = lambda x, y: step(*loss_in_between(x, y))  # type: ignore[method-assign]
+        training.step = step_beside_second  # type: ignore[method-assign]
         pipe.step(*batches(1)[0])
         assert len(errors) == 1
         assert "thread 'second' while another thread is in a call" in errors[0]

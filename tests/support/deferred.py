@@ -25,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hetpipe.sdk.decompositions.formulas import DECOMPOSITIONS
+
 MOST = 64
 """The longest queue of a stream."""
 ROUNDED = {
@@ -270,7 +272,10 @@ class _Deferring(TorchDispatchMode):
         meta_args, meta_kwargs = tree_map_only(torch.Tensor, _meta, (tuple(args), dict(kwargs)))
         if "device" in meta_kwargs:
             meta_kwargs["device"] = "meta"
-        forms = func(*meta_args, **meta_kwargs)
+        try:
+            forms = func(*meta_args, **meta_kwargs)
+        except NotImplementedError:  # torch has no meta kernel of a few operators
+            forms = DECOMPOSITIONS[func](*meta_args, **meta_kwargs)
         return tree_map_only(
             torch.Tensor, lambda form: self._stream.card.new(form, self._stream), forms
         )
