@@ -144,8 +144,8 @@ class RemoteHost:
     def _arrived(self, address: Address, message: Packed) -> None:
         if address.crew == 0:
             answer = self._named(message.unpack())
-            if answer.number in self._answers:
-                self._answers[answer.number].put(answer)
+            if (answers := self._answers.get(answer.number)) is not None:
+                answers.put(answer)
         elif (crew := self.crews.get(address.crew)) is not None:
             crew.arrived(address.worker, message.unpack())
 

@@ -141,13 +141,13 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
 
 
 def copied(values: T) -> T:
-    """Return a mini-batch, or a part of one, whose tensors the caller does not have."""
+    """Copy a mini-batch, or a part of one, to the host's memory."""
     import torch
     from torch.utils._pytree import tree_map
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()
+            return leaf.detach().to("cpu", copy=True)
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     return cast("T", tree_map(copy, values))

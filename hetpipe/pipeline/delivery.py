@@ -53,6 +53,7 @@ class Delivery:
         self._autosave = autosave
         self._results: deque[Result] = deque()
         self._run: object | None = None  # a token of the run that has results to come
+        self._first = 0  # that run's first mini-batch; earlier ones are of a run that was left
         self._forwards: Forwards | None = None  # in eval mode, perhaps under way
 
     def call(self, name: str, work: Callable[[], T]) -> T:
@@ -127,7 +128,7 @@ class Delivery:
                         "another run of this pipeline still has results: read the results, "
                         "or close() that run, before the next run begins"
                     )
-                self._run = token
+                self._run, self._first = token, self._training.steps
             yield from self._results_of(batches)
         finally:
             if self._run is token:
@@ -175,14 +176,15 @@ class Delivery:
                     break
                 self.call("run", partial(self._admit, x, y, fits))
                 if training.is_full and not self._results:
-                    self._results.append(self.call("run", training.collect))
+                    self.call("run", self._collect)
                 self.call("run", self._save_if_due)
             if self._results:
                 yield self._results.popleft()
         while self._results or training.under_way:
-            if not self._results:
-                self._results.append(self.call("run", training.collect))
-            yield self._results.popleft()
+            if self._results:
+                yield self._results.popleft()
+            else:
+                self.call("run", self._collect)
         if failure is not None:
             raise failure
 
@@ -273,6 +275,10 @@ class Delivery:
 
     def _collect_all(self) -> None:
         while self._training.under_way:
-            result = self._training.collect()
-            if self._run is not None:
-                self._results.append(result)
+            self._collect()
+
+    def _collect(self) -> None:
+        """Collect a result, and keep it if it is the present run's."""
+        result = self._training.collect()
+        if self._run is not None and result.index >= self._first:
+            self._results.append(result)

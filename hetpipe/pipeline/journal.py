@@ -95,21 +95,30 @@ class Recorded(Training):
         self.stages.load(values, self.updates, steps)
 
     def step(self, x: Any, y: Any, fed: int = 0, beside: Hook = nothing) -> Result:
-        before = self.steps
+        kept, steps, ran = self._kept(x, y), self.steps, self.ran
         try:
             result = super().step(x, y, fed, beside)
         except WorkerError:
             raise
         except HetpipeError:
-            if self.steps > before or self.setup.updates.accumulate > 1:
-                self._record_event(MiniBatch(x, y, fails=True), collects=True)
+            drops = self.setup.updates.accumulate > 1 and self.ran is not ran
+            if self.steps > steps or drops:
+                self._record_event(kept._replace(fails=True), collects=True)
             raise
-        self._record_event(MiniBatch(x, y), collects=True)
+        self._record_event(kept, collects=True)
         return result
 
     def admit(self, x: Any, y: Any) -> None:
+        kept = self._kept(x, y)
         super().admit(x, y)
-        self._record_event(MiniBatch(x, y), collects=False)
+        self._record_event(kept, collects=False)
+
+    def _kept(self, x: Any, y: Any) -> MiniBatch:
+        """Return a mini-batch to record: a copy, since the caller may use its tensors again.
+
+        It is made before the training, so that no mini-batch is trained and not recorded.
+        """
+        return MiniBatch(x, y) if self._replaying else MiniBatch(copied(x), copied(y))
 
     def collect(self) -> Result:
         with self._recorded(None, collects=True):
@@ -143,7 +152,6 @@ class Recorded(Training):
             return
         self._collected += collects
         if isinstance(event, MiniBatch):
-            event = copied(event)  # the caller may use its tensors again
             self.mini_batches += 1
             self.journal_nbytes += nbytes_of(event)
         if event is not None:

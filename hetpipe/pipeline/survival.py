@@ -261,6 +261,7 @@ class Survival:
             try:
                 self._renew(cluster)
                 replayed = training.replay(self._snapshot_again)
+                self._since = training.steps  # the times of a replay are not kept
                 self.on_resumed()
                 break
             except WorkerError as again:

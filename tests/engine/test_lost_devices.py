@@ -24,7 +24,7 @@ import hetpipe as hp
 from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline import survival
+from hetpipe.pipeline import journal, survival
 from hetpipe.pipeline.learning import WINDOW
 from hetpipe.pipeline.move import Move
 from hetpipe.pipeline.planning import free_table
@@ -344,3 +344,63 @@ def test_options_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(HetpipeError, match=words):
         opened(crews((DEVICE,) * 3, "shared-memory"), **options)
+
+
+def test_a_refused_mini_batch_may_be_trained_later(crews: Crews) -> None:
+    """A mini-batch of a new size cannot follow an accumulated one on replicas. Nothing changes by
+    that, and so a replay leaves it out."""
+
+    def train(at: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        crew = crews((DEVICE,) * 3, "shared-memory")
+        options: dict[str, Any] = {"accumulate": 2, "sync_batch_norm": True, "costs": None}
+        options["optimizer"] = hp.optim.sgd(lr=0.1, momentum=0.9)
+        replicas = (("m0", "m1", "m2"),)
+        with opened(crew, members=replicas, snapshot_every=9, microbatches=1, **options) as pipe:
+            (x, y), *rest = batches(4)
+            found = [pipe.step(x, y)]
+            with pytest.raises(HetpipeError, match="on replicas: call flush"):
+                pipe.step(x[:6], y[:6])
+            pipe.flush()
+            found.append(pipe.step(x[:6], y[:6]))
+            if at:
+                kill(crew, "m1")
+            found += [pipe.step(*batch) for batch in rest]
+            assert len(pipe.lost) == at
+            return found, pipe.state_dict()
+
+    whole, broken = train(0), train(1)
+    assert whole[0] == pytest.approx(broken[0], rel=1e-6)
+    for name, value in whole[1].items():
+        assert torch.allclose(broken[1][name], value, atol=1e-6), name
+
+
+def test_a_mini_batch_that_cannot_be_kept_is_not_trained(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(_: Any) -> None:
+        raise MemoryError
+
+    with opened(crews((DEVICE,) * 3, "shared-memory")) as pipe:
+        pipe.step(*batches(1)[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "copied", copied)
+            with pytest.raises(MemoryError):
+                pipe.step(*batches(1)[0])
+        assert pipe.steps == 1
+        pipe.step(*batches(1)[0])
+
+
+def test_the_steps_of_lost_devices_limit_no_pass(crews: Crews) -> None:
+    """The devices that are left may be slower, also if many mini-batches were trained again."""
+    crew = crews((DEVICE,) * 3, "shared-memory")
+    with opened(crew, snapshot_every=20) as pipe:
+        data = batches(12)
+        for batch in data[:10]:
+            pipe.step(*batch)
+        limits = [pipe._training.setup.crew.pass_limit_s]
+        kill(crew, "m1")
+        pipe.step(*data[10])
+        pipe.step(*data[11])
+        limits.append(pipe._training.setup.crew.pass_limit_s)
+        assert pipe.lost[0].replayed >= survival.RECENT
+    assert limits == [survival.STUCK_S, None]
