@@ -146,12 +146,20 @@ class Copies:
         """Whether a copy is incomplete."""
         return bool(self._missing)
 
-    def wait(self, check: Callable[[], None]) -> None:
-        """Wait until the copy is complete. `check` raises the error of a lost worker."""
-        with self._changed:
-            while self._missing:
+    def wait(self, check: Callable[[float], None]) -> None:
+        """Wait until the copy is complete.
+
+        `check` gets the seconds without a new value, and raises the error of a lost worker. They
+        are counted, so time in which this process is stopped is left out.
+        """
+        silent_s = 0.0
+        while True:
+            with self._changed:
+                if not (missing := len(self._missing)):
+                    return
                 self._changed.wait(TICK_S)
-                check()
+                silent_s = silent_s + TICK_S if len(self._missing) == missing else 0.0
+            check(silent_s)
 
 
 def laid_out(slots: Mapping[Key, Slot]) -> tuple[dict[Key, int], int]:

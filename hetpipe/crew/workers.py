@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from hetpipe.capture.program import StageGraphs
 
 
+COPY_S = 600.0
+"""Seconds without a value of an awaited copy after which the workers that copy are lost."""
+
+
 class Workers:
     """Workers with their devices open. A context manager; no process outlives `close`.
 
@@ -182,6 +186,20 @@ class Workers:
     def check(self) -> None:
         """Raise `WorkerError` if a worker has failed."""
         self._control.check()
+
+    def check_copying(self, silent_s: float) -> None:
+        """Raise `WorkerError` if a worker has failed, or if no value of a copy has come for
+        `COPY_S`: then the workers that copy are lost."""
+        control = self._control
+        control.check()
+        if silent_s > COPY_S:
+            workers = range(len(self.cluster.members))
+            control.fail(
+                f"no copied value has come for {COPY_S:.0f} s, so all workers are ended: "
+                f"{control.describe(workers)}",
+                lost=[worker for worker in workers if control.doing_of(worker) == "copy"],
+            )
+            control.check()
 
     def be_quiet(self) -> None:
         """Do not warn of a failure at once; the next use raises it anyway."""

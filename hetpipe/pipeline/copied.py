@@ -34,6 +34,6 @@ def copy_values(training: Training, copies: Copies) -> dict[str, Tensors]:
     crew = training.setup.crew
     training.stages.check_own()
     crew.copy(copies, None)
-    copies.wait(crew.check)
+    copies.wait(crew.check_copying)
     assert copies.latest is not None
     return values_of(copies.latest, training.stages.unread, training.setup.captured.parts)

@@ -121,7 +121,7 @@ class Survival:
         _check_budget(self.nbytes, batch_nbytes, self._budget_nbytes, is_given)
         self._since = self._training.steps
         self.snapshot()
-        self._copies.wait(crew.check)
+        self._copies.wait(crew.check_copying)
         start_servers(crew.cluster, crew.infos)
 
     @property
@@ -161,7 +161,7 @@ class Survival:
         training, begin_s = self._training, time.monotonic()
         crew = training.setup.crew
         self.snapshot()
-        self._copies.wait(crew.check)
+        self._copies.wait(crew.check_copying)
         cluster = self.absent.cluster(crew.cluster)
         members = tuple(id for id in cluster.ids if id in self.absent.back)
         crew.close()
@@ -184,12 +184,12 @@ class Survival:
         """Begin a snapshot of a training at rest, once the snapshot before it is complete."""
         training = self._training
         has_moved = training.plan is not self._plan
-        self._copies.wait(training.setup.crew.check)
+        self._copies.wait(training.setup.crew.check_copying)
         self._snapshot_again(training.position)
         training.record_snapshot()
         if has_moved:  # a replay from before would give a stream weights of other ages
             self._since = training.steps
-            self._copies.wait(training.setup.crew.check)
+            self._copies.wait(training.setup.crew.check_copying)
 
     def _snapshot_again(self, position: int) -> None:
         """Begin a snapshot at a position of the journal."""

@@ -197,3 +197,10 @@ def spoil(device: Any) -> None:
         return outputs
 
     device._run = spoiled
+
+
+def hang_in_copies(device: Any) -> None:
+    """Let this worker never return from a copy of its values."""
+    from hetpipe.worker.copying import Copying
+
+    Copying.copy = lambda *_: time.sleep(1000)  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.cost.table import CostTable, LayerCost
+from hetpipe.crew import workers
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline import journal, survival
@@ -404,3 +405,25 @@ def test_the_steps_of_lost_devices_limit_no_pass(crews: Crews) -> None:
         limits.append(pipe._training.setup.crew.pass_limit_s)
         assert pipe.lost[0].replayed >= survival.RECENT
     assert limits == [survival.STUCK_S, None]
+
+
+def test_a_worker_that_hangs_in_a_copy_is_lost(
+    crews: Crews, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "COPY_S", 1.0)
+    crew = crews((DEVICE,) * 3, "shared-memory")
+    with opened(crew) as pipe:
+        plan = pipe.plan
+    with user_pipeline(
+        crew, make_model(), LOSS, batches(1)[0], plan=plan, costs=costs_of(crew),
+        survive="auto", snapshot_every=9, checkpoint=tmp_path, every=2,
+    ) as pipe:  # fmt: skip
+        data = batches(3)
+        pipe.step(*data[0])
+        crew.call(["m1"], "engine_backends:hang_in_copies")
+        pipe.step(*data[1])  # a checkpoint is due
+        pipe.step(*data[2])
+        (lost,) = pipe.lost
+    assert lost.members == ("m1",)
+    assert "no copied value has come for 1 s" in lost.why
+    assert any(tmp_path.iterdir())
