@@ -76,7 +76,7 @@ class Delivery:
     def settle(self) -> None:
         """Wait until all mini-batches that were handed in are collected and applied."""
         self._end_forwards()
-        self._collect_all()
+        self._collect(self._training.under_way)
         self._training.flush()
 
     def settle_anyway(self) -> None:
@@ -245,7 +245,7 @@ class Delivery:
 
     def _admit(self, x: Any, y: Any, fits: bool) -> None:
         if not fits:  # stages will be loaded, so no mini-batch may be under way
-            self._collect_all()
+            self._collect(self._training.under_way)
         self._training.admit(x, y)
 
     def _prepare(self) -> None:
@@ -273,12 +273,9 @@ class Delivery:
         if self._forwards is not None:
             self._forwards.repeat()
 
-    def _collect_all(self) -> None:
-        while self._training.under_way:
-            self._collect()
-
-    def _collect(self) -> None:
-        """Collect a result, and keep it if it is the present run's."""
-        result = self._training.collect()
-        if self._run is not None and result.index >= self._first:
-            self._results.append(result)
+    def _collect(self, count: int = 1) -> None:
+        """Collect results, and keep those of the present run."""
+        for _ in range(count):
+            result = self._training.collect()
+            if self._run is not None and result.index >= self._first:
+                self._results.append(result)
