@@ -274,7 +274,7 @@ class Delivery:
             self._forwards.repeat()
 
     def _collect(self, count: int = 1) -> None:
-        """Collect results, and keep those of the present run."""
+        """Collect results, and keep the ones that belong to the present run."""
         for _ in range(count):
             result = self._training.collect()
             if self._run is not None and result.index >= self._first:
