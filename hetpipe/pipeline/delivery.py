@@ -57,10 +57,8 @@ class Delivery:
         self._forwards: Forwards | None = None  # in eval mode, perhaps under way
 
     def call(self, name: str, work: Callable[[], T]) -> T:
-        """Guard a public call, or a part of it, and return the result of `work`.
-
-        `work` is repeated after a loss that the training survives.
-        """
+        """Guard a public call, or a part of it. Return the result of `work`, which is repeated
+        after a loss that the training survives."""
         with self._guard(name):
             return work() if self._survival is None else self._survival.run(work)
 
@@ -77,6 +75,7 @@ class Delivery:
         """Wait until all mini-batches that were handed in are collected and applied."""
         self._end_forwards()
         self._collect(self._training.under_way)
+        self._first = 0  # no earlier run's mini-batch is under way, and a checkpoint may follow
         self._training.flush()
 
     def settle_anyway(self) -> None:

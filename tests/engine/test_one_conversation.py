@@ -59,6 +59,18 @@ def test_leaving_a_run_early_ends_it(crew: Crew) -> None:
     assert again == [pipe.steps - 3, pipe.steps - 2, pipe.steps - 1]
 
 
+def test_a_run_continues_from_a_restored_checkpoint(crew: Crew, tmp_path: Path) -> None:
+    with open_pipeline(crew) as pipe:
+        pipe.save(tmp_path)
+        assert len(list(pipe.run(batches(5)))) == 5
+        run = pipe.run(batches(6))
+        indices = [next(run).index]
+        pipe.restore(tmp_path)
+        indices += [result.index for result in run]
+    assert len(indices) == 6
+    assert indices[-1] < 5
+
+
 def test_two_runs_at_once_are_refused(crew: Crew) -> None:
     with open_pipeline(crew) as pipe:
         first = pipe.run(batches(6))
