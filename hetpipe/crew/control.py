@@ -104,7 +104,7 @@ class Control:
         self.lost: frozenset[int] = frozenset()
         """The workers whose loss is the failure; none if the failure has another cause."""
         self.hosts_answer: Callable[[Collection[str]], bool] = lambda hosts: True
-        """Ask hosts for a sign of life. Return False once one of them is lost."""
+        """Waits for an answer of these hosts; False if one of them is lost."""
         self.places: Sequence[str] = [""] * len(self.labels)
         """The host of each worker, and `own_host`, the controller's."""
         self.own_host = ""

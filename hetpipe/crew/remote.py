@@ -161,7 +161,7 @@ class HostsFleet(Fleet):
         self.wires = secrets.token_hex(8)
         hosts.wires.open(self.wires)
         control.places, control.own_host = places, hosts.own.name
-        control.hosts_answer = self._answer
+        control.hosts_answer = self._hosts_answer
         control.on_failure = self._failed
 
     def workers(self, host: str) -> list[int]:
@@ -207,10 +207,11 @@ class HostsFleet(Fleet):
             wait()
         self._hosts.wires.forget(self.wires)
 
-    def _answer(self, hosts: Collection[str]) -> bool:
-        """Ask hosts for an answer; a host that gives none is lost after a while."""
+    def _hosts_answer(self, hosts: Collection[str]) -> bool:
+        """Wait for an answer of each host. Return False if one is lost: its loss ends the wait."""
+        does_nothing = bool
         try:
-            self._hosts.call_each(threading.TIMEOUT_MAX, bool, dict.fromkeys(hosts, ()))
+            self._hosts.call_each(threading.TIMEOUT_MAX, does_nothing, dict.fromkeys(hosts, ()))
         except WorkerError:
             return False
         return True

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from hetpipe.wire.ends import Severed
 
 CAUSE_S = 6.0
-"""Seconds in which the loss of a worker or a host is usually found (docs/hosts.md), and one."""
+"""Seconds until a broken wire has a cause: a lost worker or host is usually found one second
+earlier (docs/hosts.md)."""
 
 
 class Break(NamedTuple):

@@ -398,19 +398,20 @@ def test_the_steps_of_lost_devices_limit_no_pass(crews: Crews) -> None:
         data = batches(12)
         for batch in data[:10]:
             pipe.step(*batch)
-        limits = [pipe._training.setup.crew.pass_limit_s]
+        limits: list[Any] = [pipe._training.setup.crew.pass_limit_s]
         kill(crew, "m1")
         pipe.step(*data[10])
         pipe.step(*data[11])
         limits.append(pipe._training.setup.crew.pass_limit_s)
         assert pipe.lost[0].replayed >= survival.RECENT
-    assert limits == [survival.STUCK_S, None]
+    assert limits[0] >= survival.STUCK_S
+    assert limits[1] is None
 
 
 def test_a_worker_that_hangs_in_a_copy_is_lost(
     crews: Crews, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "COPY_S", 1.0)
+    monkeypatch.setattr(workers, "COPY_S", 3.0)
     crew = crews((DEVICE,) * 3, "shared-memory")
     with opened(crew) as pipe:
         plan = pipe.plan
@@ -425,5 +426,5 @@ def test_a_worker_that_hangs_in_a_copy_is_lost(
         pipe.step(*data[2])
         (lost,) = pipe.lost
     assert lost.members == ("m1",)
-    assert "no copied value has come for 1 s" in lost.why
+    assert "no copied value has come for 3 s" in lost.why
     assert any(tmp_path.iterdir())
