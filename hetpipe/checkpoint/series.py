@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,8 +145,14 @@ class Series:
         step = manifest["step"]
         folder = self.directory / f"step-{step:08}"
         earlier, self._newest = self._newest, None
-        save(folder, tensors, manifest, earlier)
-        self._newest = read(folder)
+        try:
+            save(folder, tensors, manifest, earlier)
+            self._newest = read(folder)
+        except CheckpointError:
+            if earlier is not None:
+                with suppress(CheckpointError):  # the earlier one may be damaged
+                    self._newest = read(earlier.directory or folder)
+            raise
         try:
             durable.sync(self.directory)
             kept = 0

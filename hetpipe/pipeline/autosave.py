@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.checkpoint.series import Series
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetpipe")
 
+NEVER = -1
+"""The step of a checkpoint that is not there yet."""
 SLOW_S = 1.0
 """A wait for an earlier write that is longer is told in the log, once."""
 
@@ -53,9 +56,13 @@ class Autosave:
             return None
         found = self._series.hold()
         if found is not None:
-            self._saved_step = found.manifest["step"]
             say(f"the training continues from {found.directory}")
         return found
+
+    def continue_from(self, step: int) -> None:
+        """Count on from the step of a checkpoint that the training continues from. If it gave up
+        later checkpoints, the next mini-batch is saved, so that no restart continues from those."""
+        self._saved_step = step if step >= self._saved_step else NEVER
 
     def meet(self, state: ModelState) -> None:
         """Take the names of the model's `state_dict`, and warn of entries that are not saved."""
@@ -69,14 +76,22 @@ class Autosave:
             return False
         return training.steps // self._every != self._saved_step // self._every
 
-    def save(self, training: Training) -> None:
-        """Copy the values of a training at rest, and begin to write them."""
+    def holds(self, folder: Path) -> bool:
+        """Whether the training saves into this folder."""
+        return self._series is not None and folder.resolve() == self._series.directory.resolve()
+
+    def save(
+        self, training: Training, notes: Mapping[str, Any] | None = None, force: bool = False
+    ) -> None:
+        """Copy the values of a training at rest, and begin to write them. Without `force`, raises
+        `CheckpointError` if a loss or gradient that was not finite has been applied."""
         assert self._series is not None
         self._wait_for_earlier()
         directory, setup = self._series.directory, training.setup
-        values = copy_values(training, self._copies)
-        values = finite(directory, training, values)
-        manifest = manifest_of(training, setup.optimizer, setup.settings, self._names, {})
+        values: Mapping[str, Tensors] = copy_values(training, self._copies)
+        if not force:
+            values = finite(directory, training, values)
+        manifest = manifest_of(training, setup.optimizer, setup.settings, self._names, notes or {})
         self._saved_step = training.steps
         self._thread = threading.Thread(
             target=self._write, args=(self._series, training, values, manifest),
@@ -99,6 +114,11 @@ class Autosave:
         """Wait for the write under way."""
         if self._thread is not None:
             self._thread.join()
+
+    def complete(self) -> None:
+        """Wait for the write under way. Raises its error."""
+        self.finish()
+        self._raise_error("save")
 
     def close(self) -> None:
         """Wait for the write under way, and give the folder free. Raises its error."""

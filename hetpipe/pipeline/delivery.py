@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetpipe.crew.feeding import Hook, nothing
-from hetpipe.errors import HetpipeError, NotFiniteError, WorkerError
+from hetpipe.errors import CheckpointError, HetpipeError, NotFiniteError, WorkerError
 from hetpipe.pipeline.ahead import Ahead
 from hetpipe.pipeline.autosave import Autosave
 from hetpipe.pipeline.batches import copied
@@ -57,10 +57,13 @@ class Delivery:
         self._forwards: Forwards | None = None  # in eval mode, perhaps under way
 
     def call(self, name: str, work: Callable[[], T]) -> T:
-        """Guard a public call, or a part of it. Return the result of `work`, which is repeated
-        after a loss that the training survives."""
+        """Guard a public call, or a part of it, and return the result of `work`."""
         with self._guard(name):
-            return work() if self._survival is None else self._survival.run(work)
+            return self._survive(work)
+
+    def _survive(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which is repeated after a loss that is survived."""
+        return work() if self._survival is None else self._survival.run(work)
 
     def at_rest(self, name: str, work: Callable[[], T]) -> T:
         """Return the result of a public call that begins after all mini-batches are applied."""
@@ -81,24 +84,20 @@ class Delivery:
     def settle_anyway(self) -> None:
         """Wait like `settle`, and continue if losses or gradients are not finite."""
         while True:
-            try:
-                self.settle()
-            except NotFiniteError:  # its mini-batch is collected now
-                continue
-            return
+            with suppress(NotFiniteError):  # its mini-batch is collected now
+                return self.settle()
 
     def step(self, x: Any, y: Any) -> Result:
         """Train on one whole mini-batch."""
         with self._guard("step"):
             if not self._training.streams:
-                result = self.call("step", lambda: self._step(x, y))
-                self.call("step", self._save_if_due)
-                return result
-            self.call("step", self._prepare)
-            self.at_rest("step", lambda: self._training.admit(x, y))
-            result = self.call("step", self._training.collect)
-            self.call("step", self.settle)
-            self.call("step", self._save_if_due)
+                result = self._survive(lambda: self._step(x, y))
+            else:
+                self._survive(self._prepare)
+                self.at_rest("step", lambda: self._training.admit(x, y))
+                result = self._survive(self._training.collect)
+                self._survive(self.settle)
+            self._survive(self._save_if_due)
             return result
 
     def _step(self, x: Any, y: Any, fed: int = 0, beside: Hook = nothing) -> Result:
@@ -115,8 +114,8 @@ class Delivery:
             ahead = Ahead(self._training, batches)
             for x, y, fed in ahead:
                 with self._guard("run"):
-                    result = self.call("run", partial(self._step, x, y, fed, ahead.read))
-                    self.call("run", self._save_if_due)
+                    result = self._survive(partial(self._step, x, y, fed, ahead.read))
+                    self._survive(self._save_if_due)
                 yield result
             return
         token = object()
@@ -157,7 +156,7 @@ class Delivery:
 
     def _results_of(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         training, source = self._training, iter(batches)
-        failure: Exception | None = None  # an error of the source, or of a batch that is not valid
+        failure: Exception | None = None  # of the source, a batch that is not valid, or a write
         while True:
             try:
                 x, y = next(source)
@@ -166,17 +165,21 @@ class Delivery:
             except Exception as error:
                 failure = error
                 break
-            with self._guard("run"):
-                self.call("run", self._prepare)
-                try:
-                    fits = training.fits(x, y)
-                except HetpipeError as error:
-                    failure = error
-                    break
-                self.call("run", partial(self._admit, x, y, fits))
-                if training.is_full and not self._results:
-                    self.call("run", self._collect)
-                self.call("run", self._save_if_due)
+            try:
+                with self._guard("run"):
+                    self._survive(self._prepare)
+                    try:
+                        fits = training.fits(x, y)
+                    except HetpipeError as error:
+                        failure = error
+                        break
+                    self._survive(partial(self._admit, x, y, fits))
+                    if training.is_full and not self._results:
+                        self._survive(self._collect)
+                    self._survive(self._save_if_due)
+            except CheckpointError as error:
+                failure = error
+                break
             if self._results:
                 yield self._results.popleft()
         while self._results or training.under_way:
@@ -217,10 +220,8 @@ class Delivery:
     def _results_in_eval(
         self, call: str, forwards: Forwards, batches: Iterable[tuple[Mapping[str, Array], Any]]
     ) -> Iterator[tuple[StepRequest, StepResult, Any]]:
-        """Yield a request, a result and the second value of each of `batches`, in order.
-
-        The caller may make other calls between two results.
-        """
+        """Yield a request, a result and the second value of each of `batches`, in order. The caller
+        may make other calls between two results."""
         labels: deque[Any] = deque()
         for leaves, y in batches:
             with self._guard(call):

@@ -46,7 +46,8 @@ class Facts:
 
     @property
     def steps(self) -> int:
-        """The number of mini-batches handed in, including those before a checkpoint."""
+        """The number of mini-batches, including those before a checkpoint. A schedule that flushes
+        does not count a mini-batch whose loss or gradients were not finite."""
         return self._training.steps
 
     @property

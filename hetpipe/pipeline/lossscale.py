@@ -80,10 +80,11 @@ class Scaling:
         """Return the state for a checkpoint."""
         return ScaleState(self.scale, self._good, self.skipped)
 
-    def restore(self, state: ScaleState) -> None:
-        """Continue from a checkpoint's state; a fixed scale stays unchanged."""
+    def restore(self, state: ScaleState, same: bool = True) -> None:
+        """Continue from a checkpoint's state. A fixed scale stays unchanged, and so does the start
+        of a rule that is not the `same` as before."""
         self.skipped = state.skipped
-        if self.rule is not None:
+        if self.rule is not None and same:
             self.scale, self._good = state.scale, state.good
 
 

@@ -141,6 +141,7 @@ class Pipeline(Saving):
                 start.show, self._efforts.append,
             )  # fmt: skip
             self._training = make_training(setup, mini_batch, resume, start.show)
+            self._autosave.continue_from(self._training.steps)
             self._measurements = Measurements(self._training, costs)
             self._rebalancer = Rebalancer(self._training, costs, fixed, bool(planned.rebalance))
             self._guard.checks += [self._captured.watch.check, *self._autosave.checks]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 ROLES = (PARAM, BUFFER, STATE)
+SCALE_SETTINGS = ("precision", "loss_scale")
+"""The settings that choose the loss scale."""
 
 
 class Saved(Protocol):
@@ -107,7 +109,8 @@ def restore(
     load(saved, updates, before.steps)
     training.steps, training.updates, training.not_finite = before.steps, updates, None
     if before.loss_scale is not None:
-        training.scaling.restore(before.loss_scale)
+        same = all(before.settings.get(n) == settings.get(n) for n in SCALE_SETTINGS)
+        training.scaling.restore(before.loss_scale, same)
     training.last_save = saved_text(training.steps, saved.directory)
 
 

@@ -69,7 +69,8 @@ class Saving(Facts):
     def save(
         self, directory: str | Path, *, notes: Mapping[str, Any] | None = None, force: bool = False
     ) -> None:
-        """Flush, and write a checkpoint, which replaces an earlier checkpoint in the folder.
+        """Flush, and write a checkpoint, which replaces an earlier checkpoint in the folder. In the
+        folder of `checkpoint=` it becomes the newest of the folder's checkpoints.
 
         It also keeps `notes`: JSON values by name, which `restore` returns. Raises
         `CheckpointError`; then the earlier checkpoint stays valid. Without `force`, refuses weights
@@ -80,6 +81,10 @@ class Saving(Facts):
             self._state.warn_of_extra()
             path, training = user_path(directory, CheckpointError), self._training
             setup, names = training.setup, self._state.sources
+            if self._autosave.holds(path):
+                self._delivery.call("save", lambda: self._autosave.save(training, notes, force))
+                self._autosave.complete()
+                return
             self._delivery.call(
                 "save",
                 lambda: write(
@@ -93,6 +98,7 @@ class Saving(Facts):
 
             saved = read_dcp(saved, self._training, self._state.sources)
         self._training.restore(saved)
+        self._autosave.continue_from(self._training.steps)
         if self._survival is not None:
             self._survival.begin()
 

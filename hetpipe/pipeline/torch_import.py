@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hetpipe")
 
+UNREADABLE = (
+    OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, LookupError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""The errors of a pickle that is damaged, or of another version of torch."""
 _MODEL = ("model.", "")
 _OPTIM = ("optim.state.", "optimizer.state.")
 """The begins of entries' names that programs use."""
@@ -85,7 +90,7 @@ class _Folder:
         self._path = path
         try:
             self._entries = FileSystemReader(path).read_metadata().state_dict_metadata
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(
                 f"{path} is no folder of torch.distributed.checkpoint: {error}; give the folder "
                 "with the file .metadata"

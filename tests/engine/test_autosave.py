@@ -20,6 +20,7 @@ from hetpipe import checkpoint
 from hetpipe.checkpoint import durable
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError, PlanError
+from hetpipe.pipeline.training import Training
 
 STEPS = 11
 
@@ -107,16 +108,48 @@ def test_load_begins_elsewhere_until_the_own_folder_has_a_checkpoint(
     crew: Crew, tmp_path: Path
 ) -> None:
     with pipeline(crew, *task(), "01", optimizer=ADAM[0]) as pipe:
-        pipe.step(*batch(0))
+        train(pipe, 4)
         pipe.save(tmp_path / "base")
     options: dict[str, Any] = {
         "cluster": crew.cluster, "crew": crew, "optimizer": ADAM[0], "captured": capture(),
         "checkpoint": tmp_path / "run", "every": 3,
     }  # fmt: skip
-    for begin, end in ((1, 4), (3, 7)):
+    for begin, end in ((4, 7), (6, 8)):
         with hp.Pipeline.load(tmp_path / "base", *task(), **options) as pipe:
             assert pipe.steps == begin
             train(pipe, end)
+            assert steps(tmp_path / "run") == [6]
+
+
+def test_save_adds_a_checkpoint_to_the_folder(crew: Crew, tmp_path: Path) -> None:
+    with open_saving(crew, tmp_path) as pipe:
+        train(pipe, 7)
+        pipe.save(tmp_path, notes={"place": 7})
+        assert checkpoint_steps(tmp_path) == [3, 6, 7]
+        pipe.save(tmp_path, notes={"place": 8})
+        wanted = pipe.state_dict()
+    with open_saving(crew, tmp_path) as pipe:
+        assert pipe.steps == 7
+        assert_equal(pipe.state_dict(), wanted)
+        assert pipe.restore(tmp_path) == {"place": 8}
+        train(pipe, 9)
+    assert checkpoint_steps(tmp_path) == [6, 7, 9]
+
+
+def test_save_raises_the_error_of_its_write(crew: Crew, tmp_path: Path, full: None) -> None:
+    with open_saving(crew, tmp_path) as pipe:
+        pipe.step(*batch(0))
+        with pytest.raises(CheckpointError, match="No space left"):
+            pipe.save(tmp_path)
+        pipe.step(*batch(1))
+
+
+def test_a_training_that_was_given_up_is_not_continued(crew: Crew, tmp_path: Path) -> None:
+    with open_saving(crew, tmp_path) as pipe:
+        train(pipe, 7)
+        pipe.restore(tmp_path / "step-00000003")
+        pipe.step(*batch(3))
+    assert checkpoint_steps(tmp_path) == [3, 4]
 
 
 def test_where_a_training_continues_is_told(
@@ -216,14 +249,57 @@ def test_the_error_of_a_write_is_raised_by_the_next_call_once(
         runs = pipe.run(data())
         for _ in range(3):
             next(runs)
-        for thread in threading.enumerate():
-            if thread.name == "hetpipe checkpoint":
-                thread.join()
+        join_writer()
         assert "No space left" in caplog.text
         with pytest.raises(CheckpointError, match=FULL):
             pipe.state_dict()
         assert pipe.steps == 3
         pipe.step(*batch(3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_write_that_fails_takes_no_result(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """It may fail while a mini-batch is trained. The result comes first, and then the error."""
+    fails = threading.Event()
+
+    def fail(path: Path, parts: Any) -> tuple[int, str]:
+        fails.wait()
+        raise OSError(28, "No space left on device")
+
+    def and_end_write(train: Any) -> Any:
+        def ended(self: Training, *args: Any) -> Any:
+            result = train(self, *args)
+            if self.steps == 4:
+                fails.set()
+                join_writer()
+            return result
+
+        return ended
+
+    monkeypatch.setattr(durable, "write", fail)
+    for name in ("step", "admit"):
+        monkeypatch.setattr(Training, name, and_end_write(getattr(Training, name)))
+    found: list[int] = []
+    with open_saving(crew, tmp_path / "run", schedule) as pipe:
+        with pytest.raises(CheckpointError, match=FULL):
+            found.extend(result.index for result in pipe.run(data()))
+        assert pipe.steps == 4
+    fails.clear()
+    with open_saving(crew, tmp_path / "steps", schedule) as pipe:
+        step_thrice(pipe)
+        pipe.step(*batch(3))
+        with pytest.raises(CheckpointError, match=FULL):
+            pipe.step(*batch(4))
+        assert pipe.steps == 4
+    assert found == [0, 1, 2, 3]
+
+
+def join_writer() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "hetpipe checkpoint":
+            thread.join()
 
 
 def test_close_raises_the_error_of_the_last_write(crew: Crew, tmp_path: Path, full: None) -> None:

@@ -126,6 +126,16 @@ def test_a_setting_may_change_if_the_user_names_it(crew: Crew, saved: Path) -> N
         load(crew, saved, changed="seed")
 
 
+def test_a_new_rule_begins_with_its_loss_scale(crew: Crew, saved: Path, tmp_path: Path) -> None:
+    rule = hp.LossScale(start=64.0, interval=1)
+    with load(crew, saved, loss_scale=rule, changed=["loss_scale"]) as pipe:
+        assert pipe.loss_scale == 64
+        pipe.step(X, Y)
+        pipe.save(tmp_path)
+    with load(crew, tmp_path, loss_scale=rule) as pipe:
+        assert pipe.loss_scale == 128
+
+
 def test_an_early_checkpoint_has_no_settings(crew: Crew, saved: Path) -> None:
     checkpoint = load_checkpoint(saved)
     manifest = json.loads(json.dumps(checkpoint.manifest))

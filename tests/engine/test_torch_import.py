@@ -133,7 +133,10 @@ def test_damaged_folders(crew: Crew, tmp_path: Path) -> None:
         data.write_bytes(data.read_bytes()[:100])
         with pytest.raises(CheckpointError, match=r"cannot read .*dcp: "):
             pipe.restore(tmp_path / "dcp", format="dcp")
-        (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x04")
-        with pytest.raises(CheckpointError, match="is no folder of"):
-            pipe.restore(tmp_path / "dcp", format="dcp")
+        metadata = tmp_path / "dcp" / ".metadata"
+        newer = metadata.read_bytes().replace(b"torch.distributed", b"torcx.distributed")
+        for content in (b"\x80\x04", newer):
+            metadata.write_bytes(content)
+            with pytest.raises(CheckpointError, match="is no folder of"):
+                pipe.restore(tmp_path / "dcp", format="dcp")
         pipe.step(X, Y)

@@ -55,6 +55,26 @@ def assert_holds(folder: Path, arrays: Arrays) -> None:
     assert all(value.numpy().tobytes() == arrays[name].tobytes() for name, value in tensors)
 
 
+def test_after_a_failed_write_a_frozen_tensor_is_still_linked(
+    series: Series, written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, parts: Any) -> tuple[int, str]:
+        raise OSError(28, "No space left on device")
+
+    frozen = np.arange(50_000.0)
+    for step in range(1, 6):
+        arrays = {"frozen": frozen, "head": np.full(100, float(step))}
+        with monkeypatch.context() as patch:
+            if step == 4:
+                patch.setattr(durable, "write", fail)
+                with pytest.raises(CheckpointError, match="No space left"):
+                    save(series, step, arrays)
+                continue
+            folder = save(series, step, arrays)
+    assert_holds(folder, arrays)
+    assert written[-1] < frozen.nbytes
+
+
 def test_a_frozen_tensor_is_written_twice(series: Series, written: list[int]) -> None:
     """The first file has all tensors, the second save divides it, and later saves link."""
     frozen = np.arange(50_000.0)
