@@ -203,11 +203,7 @@ class WholeLossCaptured(Captured):
         except HetpipeError:
             raise
         except Exception as error:
-            line = (str(error).splitlines() or [""])[0]
-            raise HetpipeError(
-                f"loss_fn fails for the outputs of a mini-batch ({type(error).__name__}: {line}): "
-                "it gets the model's output and y, of all samples, on the CPU"
-            ) from error
+            raise _failed(error, "fails") from error
         for name, buffer in module.named_buffers():
             if buffer._version != before.get(name):
                 raise HetpipeError(
@@ -222,7 +218,10 @@ class WholeLossCaptured(Captured):
         """Return the gradients of the loss, by the captured names of their leaves."""
         wanted = [*sources, *parameters]
         _check_sources(total, wanted)
-        found = torch.autograd.grad(total, wanted, allow_unused=True)
+        try:
+            found = torch.autograd.grad(total, wanted, allow_unused=True)
+        except Exception as error:
+            raise _failed(error, "has no gradient") from error
         pairs = zip(found, wanted, strict=True)
         arrays = [torch.zeros_like(v) if g is None else g for g, v in pairs]
         rows, count = len(sources[0]), len(sources)
@@ -251,6 +250,14 @@ class WholeLossCaptured(Captured):
             OUTPUTS: [_zeros(like, rows) for like in likes],
             PARAMETERS: {name: _zeros(like, rows) for name, like in self._parameters_like.items()},
         }
+
+
+def _failed(error: Exception, what: str) -> HetpipeError:
+    line = (str(error).splitlines() or [""])[0]
+    return HetpipeError(
+        f"loss_fn {what} for the outputs of a mini-batch ({type(error).__name__}: {line}): "
+        "it gets the model's output and y, of all samples, on the CPU"
+    )
 
 
 def _zeros(like: Array, rows: int) -> Array:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -373,12 +373,26 @@ def micro(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return (out[0] - out[1]).square().mean()
 
 
+class Stuck(torch.autograd.Function):
+    """Has a backward that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ValueError("no way back")
+
+
 class Failing(nn.Module):
-    """Fails, or is not finite, if `y` says so."""
+    """Fails, there or in its backward, or is not finite, if `y` says so."""
 
     def forward(self, out: dict[str, Any], y: Tensor) -> Tensor:
         if int(y.sum()) == -ROWS:
             raise ValueError("no label is valid\nmore")
+        if int(y.min()) == -3:
+            return cast(Tensor, Stuck.apply(weighted(out, y.clamp(min=0))))
         return weighted(out, y.clamp(min=0)) * (float("inf") if int(y.min()) == -2 else 1.0)
 
 
@@ -387,11 +401,14 @@ def test_a_failing_loss_applies_nothing(crew: Crew, accumulate: int) -> None:
     model, data = classes(normed=True)
     (x, y), bad, endless = data[0], -torch.ones(ROWS, dtype=torch.long), data[0][1].clone()
     endless[0] = -2
+    stuck = data[0][1].clone()
+    stuck[0] = -3
     options = {"cuts": [2], "accumulate": accumulate}
     with opened(crew, model, Failing(), data[0], **options) as pipe:
         before = pipe.state_dict()
         for labels, error, text in (
             (bad, HetpipeError, r"loss_fn fails .* \(ValueError: no label is valid\)"),
+            (stuck, HetpipeError, r"loss_fn has no gradient .* \(ValueError: no way back\)"),
             (endless, NotFiniteError, r"the loss of mini-batch 0 is (inf|nan)"),
         ):
             for call in (pipe.step, pipe.gradients):
