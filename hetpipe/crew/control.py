@@ -16,7 +16,7 @@ from hetpipe.crew.severed import Break, Breaks, culprit
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.copy_messages import Copied, Stored
 from hetpipe.wire.ends import Severed
-from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
+from hetpipe.wire.messages import WAITS, Beat, Failure, Losses, News, Norm, Reply
 
 logger = logging.getLogger("hetpipe")
 
@@ -27,7 +27,7 @@ NOTICE_S = 60.0
 """Seconds without progress until a notice says what every worker does; the next notice takes ten
 times as long."""
 
-_PASS = re.compile(r"(\d+)([FBIWU])\d*")  # an action that computes
+_PASS = re.compile(r"(\d+)([FBIWU])\d*")  # an action that computes, and does not wait
 _PASSES = {
     "F": "the forward", "B": "the backward", "I": "the input half of the backward",
     "W": "the weight half of the backward", "U": "the update",
@@ -318,8 +318,8 @@ def _words(doing: str) -> str:
     if doing == "idle":
         return "is idle"
     receives = ("RF", "RB", "RG", "RP", "RK", "RV")
-    waits = all(any(op in lane for op in receives) for lane in doing.split(" and "))
-    if waits:
-        return f"waits in {doing}"
+    lanes = doing.split(" and ")
+    if all(lane.endswith(WAITS) or any(op in lane for op in receives) for lane in lanes):
+        return f"waits in {doing.replace(WAITS, '')}"
     passes = [f"{_PASSES[match[2]]} of stage {match[1]}" for match in _passes(doing)]
     return f"is at {doing}" + (f" ({', '.join(passes)})" if passes else "")

@@ -4,11 +4,13 @@ of docs/life-of-a-micro-batch.md)."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
-from hetpipe.schedule.action import Message
+from hetpipe.schedule.action import Action, Message
 from hetpipe.wire.edges import OnError
+from hetpipe.wire.messages import WAITS
 from hetpipe.wire.transport import EdgeClosedError
 
 
@@ -68,6 +70,26 @@ def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnE
         thread.join()
     if errors:
         raise errors[0]
+
+
+class Waits:
+    """The stages at which a worker waits for other workers or the controller within an action."""
+
+    def __init__(self) -> None:
+        self._stages: list[int] = []
+
+    @contextmanager
+    def at(self, stage: int) -> Iterator[None]:
+        """Surround a wait."""
+        self._stages.append(stage)
+        try:
+            yield
+        finally:
+            self._stages.remove(stage)
+
+    def text(self, action: Action) -> str:
+        """Return the name of a present action, and whether it waits."""
+        return f"{action}{WAITS}" if action.stage in self._stages else str(action)
 
 
 class Sums:

@@ -98,6 +98,7 @@ class Runner:
     ) -> None:
         self.hand_over = HandOver()
         self.sums = Sums(on_error)
+        self.waits = updates.waits
         self._exchange, self._updates, self._tell = exchange, updates, tell
         self._stages: Mapping[int, Stage] = updates.stages
         self._own = {n: Replica(n, number) for n, number in updates.replicas.items()}
@@ -112,7 +113,7 @@ class Runner:
     @property
     def doing(self) -> str:
         """The present action of each lane that has one."""
-        return " and ".join(map(str, self._doing.copy().values()))
+        return " and ".join(map(self.waits.text, self._doing.copy().values()))
 
     def run(self, lanes: Sequence[Script], step: Step) -> StepReport:
         """Run a part of a schedule, all lanes at once."""
@@ -136,7 +137,8 @@ class Runner:
         for (action, message), following in zip_longest(steps, steps[1:]):
             self._doing[lane] = action
             if action.op in AFTER_SUMS:
-                self.sums.wait()
+                with self.waits.at(action.stage):
+                    self.sums.wait()
             if action.op in GRADIENTS:
                 self._exchange.pass_gradients(action)
             elif message is not None and action.op in HAND_OVERS:

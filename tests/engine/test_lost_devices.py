@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -139,18 +140,24 @@ def test_a_broken_device_is_left_out(
     assert "boom 42" in broken[2][0].why
 
 
+@pytest.mark.parametrize(("place", "kind"), [(1, "hang"), (0, "stall")])
 def test_a_device_that_hangs_is_lost_after_the_limit(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
+    crews: Crews, monkeypatch: pytest.MonkeyPatch, place: int, kind: str
 ) -> None:
+    """In a forward; or in a last backward, while the others wait in their updates for its norm."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(registry, "_instances", dict(registry._instances))
     registry.register_backend(FaultyBackend)
-    hanging = crews((DEVICE, "faulty:hang:0", DEVICE), "shared-memory")
-    with opened(hanging, pass_limit_s=1.0) as pipe:
+    devices = [DEVICE] * 3
+    devices[place] = f"faulty:{kind}:0"
+    hanging = crews(tuple(devices), "shared-memory")
+    with opened(hanging, pass_limit_s=1.0, schedule="gpipe") as pipe:
         assert pipe.step(*batches(1)[0]) > 0
         (lost,) = pipe.lost
-    assert lost.members == ("m1",)
+    assert lost.members == (f"m{place}",)
     assert "nothing has moved for 1 s" in lost.why
+    if kind == "stall":
+        assert re.search(r"'m1' .* waits in 1U.*'m2' .* waits in 2U", lost.why)
 
 
 def test_checkpoints_continue_after_a_loss(crews: Crews, tmp_path: Path) -> None:
