@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +20,9 @@ def nothing() -> None:
     """Do nothing meanwhile."""
 
 
+_numbers = itertools.count(1)  # of all crews, so that no crew takes another one's leaves
+
+
 class Feeding:
     """Sends one mini-batch ahead at a time, on a thread. `send` gives a member a message."""
 
@@ -27,7 +31,7 @@ class Feeding:
         self.members = frozenset(m.id for m in members if hosts and m.host != hosts.own.name)
         """The members on other hosts."""
         self._send_to = send
-        self._number = self._loading = 0
+        self._number = self._loading = 0  # of the latest leaves
         self._thread: threading.Thread | None = None
 
     def begin(self, feeds: Mapping[str, Feeds], loading: int) -> int:
@@ -36,7 +40,7 @@ class Feeding:
         `loading` is the number of the loading for whose stages these leaves are.
         """
         self.wait()
-        self._number, self._loading = self._number + 1, loading
+        self._number, self._loading = next(_numbers), loading
         args = self._number, feeds
         self._thread = threading.Thread(
             target=self._send, args=args, name="hetpipe feed", daemon=True
@@ -51,9 +55,11 @@ class Feeding:
             self._thread = None
 
     def fed(self, request: Request, loading: int) -> frozenset[str]:
-        """Return the members that were sent the leaves of a request, for these stages."""
-        fed = isinstance(request, StepRequest) and request.fed > 0 and self._loading == loading
-        return self.members if fed else frozenset()
+        """Return the members that have the leaves of a request, for these stages: the latest leaves
+        that were sent ahead. Those of an earlier crew or of another run are sent again."""
+        latest = self._number, self._loading
+        is_fed = isinstance(request, StepRequest) and (request.fed, loading) == latest
+        return self.members if is_fed else frozenset()
 
     def _send(self, number: int, feeds: Mapping[str, Feeds]) -> None:
         with suppress(HetpipeError):  # a host is lost; the mini-batch under way says so

@@ -66,6 +66,16 @@ def losses(crew: Crew, source: Any, members: Any = "01", **options: Any) -> list
         return [result.loss for result in pipe.run(source)]
 
 
+def test_runs_that_alternate_keep_their_mini_batches(two: Crew, crews: Crews) -> None:
+    """Each reads its next mini-batch ahead, and the workers keep the leaves of two."""
+    data = batches(9)
+    with opened(crews((DEVICE,) * 2, "shared-memory")) as pipe:
+        alone = [pipe.step(*data[place]) for place in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
+    with opened(two) as pipe:
+        runs = [pipe.run(data[begin : begin + 3]) for begin in (0, 3, 6)]
+        assert [next(run).loss for _ in range(3) for run in runs] == alone
+
+
 @pytest.mark.parametrize("members", ["01", "10", [["m0", "m1"]]])
 def test_losses_are_those_of_one_host(
     two: Crew, crews: Crews, members: Any, feeds: list[int]
