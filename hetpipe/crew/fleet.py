@@ -232,7 +232,8 @@ class ProcessFleet(Fleet):
                 end.close()  # otherwise the channel would not end with its worker
             self._listen()
         except Exception as error:
-            self.control.fail(f"the workers cannot be started: {summary(error)}")
+            why = f"the workers cannot be started: {summary(error)}"
+            self.control.fail(why, lost=range(len(self._orders)))
         finally:
             self._bury()
 

@@ -103,6 +103,8 @@ def main(fd: int, guarded: int) -> None:
     while True:
         for descriptor, _ in poll.poll(1e3 * max(look_s - time.monotonic(), 0.0)):
             if descriptor == watched:
+                for each in held:
+                    _end(each)
                 return
             if descriptor in held:  # the connection or the child has ended
                 poll.unregister(descriptor)

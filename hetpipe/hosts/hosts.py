@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -185,7 +186,8 @@ class Hosts:
         self.own, self.door, self.wires, self.secret = own, door, wires, secret
         self._others = others
         self._crews = itertools.count(1)
-        self._finalize = weakref.finalize(self, _close, door, others)
+        self._owner = os.getpid()
+        self._finalize = weakref.finalize(self, _close, self._owner, door, others)
 
     @property
     def others(self) -> dict[str, RemoteHost]:
@@ -193,8 +195,9 @@ class Hosts:
         return {other.name: other for other in self._others}
 
     def close(self) -> None:
-        """Tell the agents that they are needed no longer, or that the present error ends them."""
-        if self._finalize.detach() is not None:
+        """Tell the agents that they are needed no longer, or that the present error ends them. Does
+        nothing in a fork of the process."""
+        if self._finalize.detach() is not None and self._owner == os.getpid():
             self.door.close()
             # Not by `last_value`: in a notebook it may be an error of long ago.
             dismiss([*self.others.values()], failed=sys.exc_info()[1] is not None)
@@ -264,7 +267,9 @@ class Hosts:
         raise HetpipeError("connections to hosts cannot be pickled or copied")
 
 
-def _close(door: Door, others: Sequence[RemoteHost]) -> None:
+def _close(owner: int, door: Door, others: Sequence[RemoteHost]) -> None:
+    if os.getpid() != owner:  # a fork, which shares the connections
+        return
     door.close()
     # Python sets `last_value` before it ends by an error, and the command line before others.
     dismiss(others, failed=bool(sys.exc_info()[1] or getattr(sys, "last_value", None)))

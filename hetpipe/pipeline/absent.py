@@ -116,7 +116,11 @@ class Absent:
         if self._trial is not None:
             return self._end_trial(*self._trial)
         now_s = time.monotonic()
-        due = [member for member, due_s in self._due_s.items() if due_s <= now_s]
+        due = [
+            member
+            for member, due_s in self._due_s.items()
+            if due_s <= now_s and self._cluster.member(member).host not in silent
+        ]
         if due:
             alone = without(self._cluster, {*self._cluster.ids} - {due[0]})
             try:

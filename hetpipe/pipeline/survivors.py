@@ -57,13 +57,16 @@ class ErrorCount:
 
 
 def start_crew(cluster: Cluster) -> Crew:
-    """Start a crew. Raises `MissingError` if the devices of some members are not found."""
+    """Start a crew. Raises `MissingError` if the devices of some members are not found.
+
+    If all devices are found when they are sought again, the start is tried again, once.
+    """
     try:
         return Crew.start(cluster, start_timeout_s=OPEN_S, wait=False)
     except (BackendError, WorkerError) as error:
         if missing := missing_members(cluster):
             raise MissingError(str(error), cluster, missing) from error
-        raise
+        return Crew.start(cluster, start_timeout_s=OPEN_S, wait=False)
 
 
 def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostTable]:

@@ -1,8 +1,9 @@
 """Backends that misbehave, and functions that tests call in workers.
 
 `faulty:raise:0` raises in its third run, `faulty:slow:0` takes two seconds for it, `faulty:hang:0`
-never ends it and `faulty:die:0` kills its process there. `faulty:shut:0` cannot be opened, nor
-`faulty:away:0` while the file exists that the option `away` names. `faulty:good:0` is numpy.
+never ends it and `faulty:die:0` kills its process there. `faulty:stall:0` never ends its sixth run.
+`faulty:shut:0` cannot be opened, nor `faulty:away:0` while the file exists that the option `away`
+names. `faulty:good:0` is numpy.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
 import hetpipe.sdk.graph
+from hetpipe.crew import fleet
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
 from hetpipe.sdk.graph import graph_structure, resolve_operator
 from hetpipe.sdk.info import DeviceInfo
 
-KINDS = ("good", "raise", "hang", "slow", "die", "shut", "away")
+KINDS = ("good", "raise", "hang", "stall", "slow", "die", "shut", "away")
 
 
 class FaultyBackend(NumpyBackend):
@@ -54,6 +56,8 @@ class FaultyDevice(NumpyDevice):
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
         self.runs += 1
         kind = self.info.id.split(":")[1]
+        if kind == "stall" and self.runs == 6:
+            time.sleep(1000)
         if self.runs == 3:
             if kind == "raise":
                 raise ValueError("boom 42")
@@ -69,6 +73,15 @@ class FaultyDevice(NumpyDevice):
 def imported(device: Any) -> set[str]:
     """Return the names of the modules that a worker has imported."""
     return set(sys.modules)
+
+
+def start_no_worker() -> None:
+    """Let this host have no descriptors for new workers."""
+
+    def start(*args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    fleet.start_worker = start
 
 
 def pid(device: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from hetpipe.sdk.host.registry import register_backend
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the backends and options of a test afterwards."""
-    for name in ("_registered", "_instances", "_options"):
+    for name in ("_registered", "_instances", "_options", "_known", "_silent"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
 
 
@@ -72,6 +73,34 @@ def test_devices_that_are_not_found_are_lost(mixed: Crew, monkeypatch: pytest.Mo
         pipe.step(*batches(1)[0])
         assert sorted(pipe.lost[0].members) == ["m0", "m1"]
         assert pipe.plan.all_devices == ("m2",)
+
+
+def test_a_backend_that_hangs_takes_no_device_that_it_has_found(
+    mixed: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(mixed, members="012") as pipe:
+        pipe.step(*batches(1)[0])
+        monkeypatch.setattr(FaultyBackend, "discover_limit_s", 0.05)
+        monkeypatch.setattr(FaultyBackend, "discover", lambda self: time.sleep(2))
+        kill(mixed, "m0")
+        pipe.step(*batches(1)[0])
+        assert [lost.members for lost in pipe.lost] == [("m0",)]
+
+
+def test_a_device_that_is_not_found_once_is_sought_again(
+    mixed: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discover, answers = FaultyBackend.discover, iter([False])
+
+    def found(self: FaultyBackend) -> Any:
+        return discover(self) if next(answers, True) else []
+
+    with opened(mixed, members="012") as pipe:
+        pipe.step(*batches(1)[0])
+        monkeypatch.setattr(FaultyBackend, "discover", found)
+        kill(mixed, "m0")
+        pipe.step(*batches(1)[0])
+        assert [lost.members for lost in pipe.lost] == [("m0",)]
 
 
 def test_a_training_ends_if_no_device_is_found(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from agents import SECRET
 from models import MLP, batches
 from pipelines import user_pipeline
 
@@ -82,13 +83,24 @@ def test_every_call_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None
     assert losses == expected
 
 
+AGENT = """
+from agents import free_address, start_agent
+meet = free_address()
+agent = start_agent("--meet", meet, "--name", "h1")
+devices = ["h0/numpy:cpu:0", "h1/numpy:cpu:0"]
+cluster = Cluster.hosts(meet, 2, name="h0", limit_s=60, devices=devices)
+"""
+ALONE = """
+members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
+cluster = Cluster(members, transport="distributed")
+"""
 SCRIPT = """
 import os, sys
 sys.path.insert(0, {here!r})
 sys.path.insert(0, {tests!r})
 from test_forks import *
-members = tuple(Member(f"m{{n}}", "numpy:cpu:0") for n in range(2))
-pipe = opened(Crew.start(Cluster(members, transport="distributed")))
+{cluster}
+pipe = opened(Crew.start(cluster))
 losses = [pipe.step(*batches(1)[0])]
 if (child := os.fork()) == 0:
     signal.alarm(20)
@@ -99,10 +111,14 @@ print(pipe.step(*batches(1)[0]) < losses[0])
 
 
 @pytest.mark.slow
-def test_a_fork_that_exits_ends_no_worker() -> None:
+@pytest.mark.parametrize("cluster", [ALONE, AGENT], ids=["alone", "hosts"])
+def test_a_fork_that_exits_ends_no_worker(cluster: str) -> None:
     here = Path(__file__).parent
-    text = SCRIPT.format(here=str(here), tests=str(here.parent))
-    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    text = SCRIPT.format(here=str(here), tests=str(here.parent), cluster=cluster)
+    ended = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True,
+        env={**os.environ, "HETPIPE_SECRET": SECRET},
+    )  # fmt: skip
     assert (ended.stdout, ended.returncode) == ("True\n", 0), ended.stderr
 
 

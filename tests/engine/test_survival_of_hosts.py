@@ -8,11 +8,13 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from agents import end, free_address, hosts, patched_secret, start_agent
 from crews import Crews, eventually
+from engine_backends import start_no_worker
 from hetpipe.backends.numpy import NumpyBackend
 from pipelines import in_one_place
 from test_lost_devices import DEVICE, batches, opened, pid_of, trained
@@ -113,6 +115,47 @@ def test_a_broken_wire_blames_no_host_while_another_one_is_silent(
         found = broken(cluster, fall_silent)
     check_same(found, trained(crews((DEVICE,) * 3, "shared-memory")), 1e-6)
     assert [lost.members for lost in found[2]] == [("m2", "m3")]
+
+
+def test_after_a_loss_no_run_gets_the_mini_batch_of_another_one(
+    crews: Crews, three: Cluster
+) -> None:
+    """The second run's last mini-batch is the first one that is sent ahead to the new workers."""
+    data = batches(6)
+    with opened(crews((DEVICE,) * 3, "shared-memory")) as pipe:
+        alone = [pipe.step(*data[place]) for place in (0, 2, 3, 4, 1)]
+    with Crew.start(three) as crew, opened(crew) as pipe:
+        one, other = pipe.run(data[:2]), pipe.run(data[2:])
+        found = [next(one).loss, next(other).loss]
+        kill_worker(crew)
+        found += [next(other).loss, next(other).loss, next(one).loss]
+        assert len(pipe.lost) == 1
+    assert found == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_host_that_starts_no_worker_is_lost(crews: Crews) -> None:
+    def exhaust(crew: Crew) -> None:
+        connections = crew.cluster.connections
+        assert connections is not None
+        connections.call_each(10.0, start_no_worker, {"h1": ()})
+        os.kill(pid_of(crew, "m3"), signal.SIGKILL)
+
+    with hosts(*FOUR) as cluster:
+        found = broken(cluster, exhaust)
+    check_same(found, trained(crews((DEVICE,) * 3, "shared-memory")), 1e-6)
+    assert [lost.members for lost in found[2]] == [("m3", "m1")]
+
+
+def test_a_lost_host_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def end(crew: Crew) -> None:
+        connections = crew.cluster.connections
+        assert connections is not None
+        os.kill(connections.call_all(10.0, os.getpid)["h2"], signal.SIGKILL)
+
+    with hosts(*FOUR) as cluster, patch.object(absent, "FIRST_S", 0.0):
+        broken(cluster, end)
+    told = [record.getMessage() for record in caplog.records if "h2" in record.getMessage()]
+    assert len(told) <= 2, told  # that it is lost, and how the training continues
 
 
 def test_a_loss_while_the_next_mini_batch_is_read_loses_no_mini_batch(

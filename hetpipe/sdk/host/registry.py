@@ -28,6 +28,7 @@ LOAD_LIMIT_S = 120.0
 _registered: dict[str, type[Backend]] = {}
 _instances: dict[str, Backend] = {}
 _options: dict[str, tuple[Mapping[str, Any], Path]] = {}  # by backend: its options, their folder
+_known: dict[str, list[DeviceInfo]] = {}  # by backend: the devices that it found last
 _silent: dict[str, NoAnswerError] = {}  # by backend: the error for its missing answer
 
 
@@ -107,6 +108,7 @@ def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> No
     with blamed(name, "fails to take its options"):
         backend.configure(options, folder)
     _decompositions.cache_clear()  # the options may change the decompositions
+    _known.pop(name, None)
     _options[name] = (options, folder)
 
 
@@ -187,7 +189,13 @@ def devices_of(name: str) -> list[DeviceInfo]:
     """
     backend = get_backend(name)
     infos = _asked(name, "fails to find its devices", backend.discover_limit_s, backend.discover)
-    return check_devices(name, infos)
+    _known[name] = check_devices(name, infos)
+    return _known[name]
+
+
+def known_devices(name: str) -> list[DeviceInfo]:
+    """Return the devices that a backend found last, with its present options; none before that."""
+    return _known.get(name, [])
 
 
 def findings_of(name: str) -> list[Finding]:
