@@ -16,7 +16,8 @@ from hetpipe.crew.severed import Break, Breaks, culprit
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.copy_messages import Copied, Stored
 from hetpipe.wire.ends import Severed
-from hetpipe.wire.messages import WAITS, Beat, Failure, Losses, News, Norm, Reply
+from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
+from hetpipe.worker.lanes import WAITS
 
 logger = logging.getLogger("hetpipe")
 

@@ -55,8 +55,8 @@ class Feeding:
             self._thread = None
 
     def fed(self, request: Request, loading: int) -> frozenset[str]:
-        """Return the members that have the leaves of a request, for these stages: the latest leaves
-        that were sent ahead. Those of an earlier crew or of another run are sent again."""
+        """Return the members that have the leaves of a request, for these stages. These are the
+        latest leaves that were sent ahead; others, as of an earlier crew, are sent again."""
         latest = self._number, self._loading
         is_fed = isinstance(request, StepRequest) and (request.fed, loading) == latest
         return self.members if is_fed else frozenset()

@@ -23,13 +23,12 @@ from hetpipe.crew.remote import LAUNCH_S, ControlPart, HostsFleet, RemoteFleet
 from hetpipe.errors import BackendError, ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.hosts import Hosts
 from hetpipe.process import shadow
-from hetpipe.sdk.host.isolation import NoAnswerError, blamed
+from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.references import backend_reference, check_not_loading
 from hetpipe.sdk.host.registry import (
     absent,
     companion_of,
     configure_backend,
-    devices_of,
     forget_options,
     get_backend,
     known_devices,
@@ -247,13 +246,7 @@ def _worker(member: Member, shares: bool, in_thread: bool, place: str | None) ->
 
 
 def _info(member: Member) -> DeviceInfo:
-    name = _backend(member)
-    try:
-        found = devices_of(name)
-    except NoAnswerError:  # perhaps one card hangs, and the others can be opened
-        if not (found := known_devices(name)):
-            raise
-    infos = {info.id: info for info in found}
+    infos = {info.id: info for info in known_devices(_backend(member))}
     if member.opened_device not in infos:
         use = "the numerics of " if member.numerics else ""
         raise BackendError(f"{use}member {member.id!r}: {absent(member.opened_device, infos)}")

@@ -313,10 +313,6 @@ News = Losses | Norm
 """Messages that the controller answers in the middle of a step."""
 
 
-WAITS = " waits"
-"""Follows an action within which a worker waits for other workers or the controller."""
-
-
 @dataclass(frozen=True)
 class Beat:
     """A sign of life, with the worker's present action."""

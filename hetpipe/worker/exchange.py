@@ -23,6 +23,7 @@ from hetpipe.wire.wire import GRADIENTS, Array, Content, Kind, Layout, Leaving, 
 from hetpipe.worker.bind import Key
 from hetpipe.worker.divided import Within
 from hetpipe.worker.group_sums import GroupSums
+from hetpipe.worker.lanes import Waits
 from hetpipe.worker.stage import Stage
 
 Edge = tuple[Replica, Replica]
@@ -128,6 +129,7 @@ class Exchange:
         self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
         self.waited_s = 0.0  # in exchanges within passes
+        self.waits = Waits()
         self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
@@ -242,7 +244,8 @@ class Exchange:
         """Make the next exchange within a pass of stage `n`: sum the terms over the replicas."""
         action, kind = self._within[n].popleft()
         start_s = time.monotonic()
-        sums = [*map(_add, self._addends(n, action, kind, terms))]
+        with self.waits.at(n):
+            sums = [*map(_add, self._addends(n, action, kind, terms))]
         self.waited_s += time.monotonic() - start_s
         return sums
 

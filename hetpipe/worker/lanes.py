@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from hetpipe.schedule.action import Action, Message
 from hetpipe.wire.edges import OnError
-from hetpipe.wire.messages import WAITS
 from hetpipe.wire.transport import EdgeClosedError
 
 
@@ -70,6 +69,10 @@ def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnE
         thread.join()
     if errors:
         raise errors[0]
+
+
+WAITS = " waits"
+"""Follows the name of an action within which a worker waits."""
 
 
 class Waits:

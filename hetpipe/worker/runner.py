@@ -83,7 +83,6 @@ class Runner:
     """Runs scripts on a worker's stages, and calls `tell` with the losses of each mini-batch.
 
     `late_feeds` waits for the leaves of backwards that need the loss of the whole mini-batch.
-
     Each pass is stretched to its duration at the emulated speed.
     """
 
@@ -98,7 +97,6 @@ class Runner:
     ) -> None:
         self.hand_over = HandOver()
         self.sums = Sums(on_error)
-        self.waits = updates.waits
         self._exchange, self._updates, self._tell = exchange, updates, tell
         self._stages: Mapping[int, Stage] = updates.stages
         self._own = {n: Replica(n, number) for n, number in updates.replicas.items()}
@@ -113,7 +111,7 @@ class Runner:
     @property
     def doing(self) -> str:
         """The present action of each lane that has one."""
-        return " and ".join(map(self.waits.text, self._doing.copy().values()))
+        return " and ".join(map(self._exchange.waits.text, self._doing.copy().values()))
 
     def run(self, lanes: Sequence[Script], step: Step) -> StepReport:
         """Run a part of a schedule, all lanes at once."""
@@ -137,7 +135,7 @@ class Runner:
         for (action, message), following in zip_longest(steps, steps[1:]):
             self._doing[lane] = action
             if action.op in AFTER_SUMS:
-                with self.waits.at(action.stage):
+                with self._exchange.waits.at(action.stage):
                     self.sums.wait()
             if action.op in GRADIENTS:
                 self._exchange.pass_gradients(action)

@@ -256,9 +256,7 @@ class Service:
     def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
         """Sum `terms` over the replicas of a stage, in the middle of a pass."""
         assert self._exchange is not None
-        assert self._runner is not None
-        with self._runner.waits.at(stage):
-            return self._exchange.sum(stage, terms)
+        return self._exchange.sum(stage, terms)
 
     def _grad_scale(self, batch: say.Apply) -> float:
         if batch.grad_scale is not None:

@@ -16,7 +16,6 @@ from hetpipe.wire.messages import Apply, Batch, Step
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.worker.emulation import Moment
 from hetpipe.worker.exchange import Exchange
-from hetpipe.worker.lanes import Waits
 from hetpipe.worker.stage import Stage
 
 
@@ -101,7 +100,6 @@ class Updates:
     scale: Callable[[Apply], float]
     clip: Callable[[Apply, float, str], float]
     culprit: str = ""
-    waits: Waits = field(default_factory=Waits)
     _clipped: dict[int, float] = field(default_factory=dict)  # clip's factor, by `serial`
 
     def apply(self, action: Action) -> Moment:
@@ -109,7 +107,7 @@ class Updates:
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
         # Replicas whose gradients are averaged have scaled them before the sum.
-        with self.waits.at(action.stage):
+        with self.exchange.waits.at(action.stage):
             scale = 1.0 if self.shares.per_update(action.stage) > 1 else self.scale(update)
         factor = 1.0 if math.isnan(scale) else self._clip_factor(stage, update, scale)
         begin = Moment.now()
@@ -134,7 +132,7 @@ class Updates:
         replica, together = Replica(action.stage, self.replicas[action.stage]), self.round(action)
         taken = [number for number in together if self.shares.takes(replica, number)]
         scales = (self.scale(self.mini_batches.update(number)) for number in taken)
-        with self.waits.at(action.stage):
+        with self.exchange.waits.at(action.stage):
             return sum(scales) / len(together)
 
     def round(self, action: Action) -> range:
@@ -154,7 +152,7 @@ class Updates:
         if update.serial not in self._clipped:  # at the first update all gradients are final
             first = [self.stages[n] for n, replica in self.replicas.items() if replica == 0]
             square, culprit = _square_of(first, scale)  # other replicas have the same gradients
-            with self.waits.at(stage.number):
+            with self.exchange.waits.at(stage.number):
                 self._clipped = {update.serial: self.clip(update, square, culprit)}
         factor = self._clipped[update.serial]
         if clip.each and clip.takes_norms and not math.isnan(factor):

@@ -194,8 +194,14 @@ def devices_of(name: str) -> list[DeviceInfo]:
 
 
 def known_devices(name: str) -> list[DeviceInfo]:
-    """Return the devices that a backend found last, with its present options; none before that."""
-    return _known.get(name, [])
+    """Return the devices that a backend finds, or that it found before if it gives no answer: one
+    of them may hang, and the others can be opened. Raises `BackendError` as `devices_of` does."""
+    try:
+        return devices_of(name)
+    except NoAnswerError:
+        if name not in _known:
+            raise
+        return _known[name]
 
 
 def findings_of(name: str) -> list[Finding]:
