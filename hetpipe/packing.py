@@ -55,8 +55,9 @@ def _make_path(text: str) -> Path:
 def _array(array: np.ndarray[Any, Any]) -> Any:
     if array.dtype.kind not in "biufc":
         return array.__reduce_ex__(5)
-    data = pickle.PickleBuffer(np.asarray(array, order="C").data)
-    return _make_array, (data, array.dtype.str, array.shape)
+    # Not of the array's memoryview: Python 3.11 crashes when it frees both in a reference cycle.
+    whole: Any = np.asarray(array, order="C")
+    return _make_array, (pickle.PickleBuffer(whole), array.dtype.str, array.shape)
 
 
 def _scalar(scalar: np.generic) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,21 @@ def test_an_array_is_not_copied_into_the_pickle() -> None:
 
 def test_other_arrays_travel_as_numpy_packs_them() -> None:
     assert pack(np.array(["a", "b"])).unpack().tolist() == ["a", "b"]
+
+
+CYCLE = """
+import gc
+import numpy as np
+from hetpipe.packing import pack
+
+cycle = [pack(np.zeros((3, 6)))]
+cycle.append(cycle)
+del cycle
+gc.collect()
+"""
+
+
+def test_a_packed_array_in_a_reference_cycle_is_freed() -> None:
+    """As after an error, whose traceback refers to itself. Python 3.11 may crash there."""
+    ended = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
