@@ -437,7 +437,7 @@ def run(case: Case, breaks: Sequence[Break] = (), **options: Any) -> Run:
         def arm(crew: Crew) -> None:
             asked = left.pop(0) if left else NO_BREAK
             note = Path(folder, str(len(breaks) - len(left)))
-            if asked.moment < 0:
+            if asked.moment < 0 and asked.member in crew.cluster.ids:
                 _kill_at_start(crew, asked, note, ending)
             none: tuple[Any, ...] = "", 0
             arms = dict.fromkeys(crew.cluster.ids, none)
