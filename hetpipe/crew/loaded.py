@@ -63,9 +63,12 @@ class Loaded(Workers):
         stages = self._copied()
         slots = {key: slot for own in stages.values() for key, slot in own.items()}
         by_worker: dict[int, dict[int, dict[Key, Slot]]] = {}
-        for stage, own in stages.items():
-            worker = self._index[self._nearest(self._placement.members[stage])]
-            by_worker.setdefault(worker, {})[stage] = own
+        every = ((n, key, slot) for n, own in stages.items() for key, slot in own.items())
+        for stage, key, slot in every:
+            members = self._placement.members[stage]
+            # Replicas may have other buffers, and `read` returns those of the first one.
+            member = members[0] if key[0] == BUFFER else self._nearest(members)
+            by_worker.setdefault(self._index[member], {}).setdefault(stage, {})[key] = slot
         orders, arrays = [], dict[Key, Array]()
         with self._conversation():
             number = next(self._copy_numbers)
@@ -117,13 +120,23 @@ class Loaded(Workers):
         """Return the slots whose values `read` returns, by name."""
         return self._loaded().places.owned(role)
 
-    def write(self, role: str, values: Mapping[str, Array]) -> None:
-        """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
+    def buffers(self) -> list[dict[str, Array]]:
+        """Return the buffers of each replica; a stage with fewer replicas has none in later ones.
+        Replicas may have other buffers: batch norms know only the rows of their replica."""
+        owners, members = self._loaded().places.owners(BUFFER), self._placement.members
+        return [
+            self.read(BUFFER, [n for n, stage in owners.items() if r < len(members[stage])], r)
+            for r in range(max(map(len, members)))
+        ]
+
+    def write(self, role: str, values: Mapping[str, Array], replica: int | None = None) -> None:
+        """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them, and
+        on all replicas or one of them.
 
         A tied gradient is a sum over stages: the owner gets the value, all other stages get zero.
         """
         for stage, share in self._loaded().places.writes(role, values):
-            self._tell(stage, say.Write(stage, role, share))
+            self._tell(stage, say.Write(stage, role, share), replica)
 
     def swap(self, state: str) -> None:
         """Exchange every parameter with its state `state`, if it has one; twice changes nothing.
@@ -136,10 +149,11 @@ class Loaded(Workers):
         for stage, values in places.borrows(self.read(PARAM, [*places.tied])):
             self._tell(stage, say.Write(stage, PARAM, values))
 
-    def _tell(self, stage: int, message: say.Write | say.Swap) -> None:
-        """Send a message to the replicas of a stage, one after another."""
+    def _tell(self, stage: int, message: say.Write | say.Swap, replica: int | None = None) -> None:
+        """Send a message to the replicas of a stage, or one of them, one after another."""
+        members = self._placement.members[stage]
         with self._conversation():
-            for member in self._placement.members[stage]:
+            for member in members if replica is None else members[replica : replica + 1]:
                 self._fleet.send(self._index[member], message)
                 self._control.gather([self._index[member]])
 

@@ -62,7 +62,8 @@ class Autosave:
     def continue_from(self, step: int) -> None:
         """Count on from the step of a checkpoint that the training continues from. If it gave up
         later checkpoints, the next mini-batch is saved, so that no restart continues from those."""
-        self._saved_step = step if step >= self._saved_step else NEVER
+        gave_up = self._saved_step == NEVER or step < self._saved_step
+        self._saved_step = NEVER if gave_up else step
 
     def meet(self, state: ModelState) -> None:
         """Take the names of the model's `state_dict`, and warn of entries that are not saved."""

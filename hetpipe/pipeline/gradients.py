@@ -24,12 +24,13 @@ def gradients_of(
     gradients of the sum.
     """
     crew = training.setup.crew
-    buffers = training.tensors(BUFFER).arrays()
+    buffers = crew.buffers()
     request = training.request(x, y)
     result = training.run(request, ALL - UPDATING)
     grads = training.tensors(GRAD).arrays()
     zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
-    crew.write(BUFFER, buffers)
+    for replica, values in enumerate(buffers):
+        crew.write(BUFFER, values, replica)
     crew.write(GRAD, training.setup.captured.parts.split(zeros))
     loss = mean_loss(result, request.samples, training.steps)
     count = 1.0 if summed or result.counts is None else sum(result.counts)

@@ -159,7 +159,7 @@ class Survival:
     def join(self) -> None:
         """Continue with the members that are back. The training must be at rest."""
         training, begin_s = self._training, time.monotonic()
-        crew = training.setup.crew
+        crew, present = training.setup.crew, training.plan
         self.snapshot()
         self._copies.wait(crew.check_copying)
         cluster = self.absent.cluster(crew.cluster)
@@ -167,13 +167,13 @@ class Survival:
         crew.close()
         self.absent.join(cluster)
         try:
-            self._renew(cluster)
+            self._renew(cluster, present)
         except WorkerError:
             raise
         except HetpipeError as error:  # a device may lack free memory, or an operator
             log.warning("%s cannot join: %s", words(members), error)
             self.absent.lose(members)
-            self._renew(crew.cluster)
+            self._renew(crew.cluster, present)
             return
         took_s = time.monotonic() - begin_s
         event = Joined(members, training.steps, training.plan, took_s)
@@ -259,7 +259,7 @@ class Survival:
             lost, cluster = self._remove_lost(error)
             names += [name for name in lost if name not in names]
             try:
-                self._renew(cluster)
+                self._renew(cluster, training.plan)
                 replayed = training.replay(self._snapshot_again)
                 self._since = training.steps  # the times of a replay are not kept
                 self.on_resumed()
@@ -299,8 +299,9 @@ class Survival:
         silent = [id for id in present.ids if id not in (*lost, *cluster.ids)]
         return lost + silent, cluster
 
-    def _renew(self, cluster: Cluster) -> None:
-        """Start workers on a cluster, and load the latest snapshot on them."""
+    def _renew(self, cluster: Cluster, present: Plan) -> None:
+        """Start workers on a cluster, and load the latest snapshot on them. `present` is the plan
+        that the training has had."""
         training, kept = self._training, self._latest
         moment = self._moment(kept)
         self._copies.abandon()
@@ -308,7 +309,7 @@ class Survival:
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
-            plan, costs = checked_plan(setup, self._first, training.plan)
+            plan, costs = checked_plan(setup, self._first, present)
             if moment.scale is not None:
                 training.scaling.restore(moment.scale)
             training.not_finite = moment.not_finite

@@ -17,7 +17,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import BackendOptions, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, WorkerError
-from hetpipe.pipeline import survivors
+from hetpipe.pipeline import survival, survivors
 from hetpipe.pipeline.stages import Stages
 from hetpipe.plan.plan import Plan
 from hetpipe.sdk.host import registry
@@ -190,13 +190,20 @@ def test_a_device_that_no_longer_fits_does_not_join(
             raise HetpipeError("m1 lacks aten.relu")
         load(stages, *args)
 
+    presents: list[Plan] = []
+
+    def noted(setup: Any, before: Plan, present: Plan) -> Any:
+        presents.append(present)
+        return survivors.checked_plan(setup, before, present)
+
     with opened(mixed, members="012") as pipe:
         returned(pipe, monkeypatch)
+        monkeypatch.setattr(survival, "checked_plan", noted)
         monkeypatch.setattr(survivors, "check_fit", check_fit)
         monkeypatch.setattr(Stages, "load", load_unless)
         pipe.step(*batches(1)[0])
         assert len(pipe.lost) == 1
         assert not pipe.joined
-        assert sorted(pipe.plan.all_devices) == ["m0", "m2"]
+        assert [sorted(plan.all_devices) for plan in (*presents, pipe.plan)] == [["m0", "m2"]] * 3
         assert pipe._survival is not None
         assert "m1" in pipe._survival.absent._due_s  # another look follows

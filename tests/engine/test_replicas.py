@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,12 @@ from pipelines import pipeline
 from reference import Parameters, check_close, gradients_of, train
 
 import hetpipe as hp
+from hetpipe.capture.program import BUFFER
 from hetpipe.cluster import Cluster, Link, Member
+from hetpipe.crew.copies import Copies
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.copied import copy_values
 from hetpipe.wire.shares import divide
 
 DEVICES = UNLIKE[:3]
@@ -140,6 +144,32 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
         with open_divided(crew, plain, F.cross_entropy, data[0], 1, shares) as pipe:
             found.append(pipe.step(*data[1]))
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+
+def test_gradients_leave_the_buffers_of_each_replica(crew: Crew) -> None:
+    data = batches(2)
+    with open_divided(crew, Normalized(), F.cross_entropy, data[0], 1, (1, 1)) as pipe:
+        pipe.step(*data[0])
+        before = crew.buffers()
+        pipe.gradients(*data[1])
+        after = crew.buffers()
+    name = "first.1.running_mean"
+    assert not np.array_equal(before[0][name], before[1][name])
+    for values, wanted in zip(after, before, strict=True):
+        assert all(np.array_equal(values[n], value) for n, value in wanted.items())
+
+
+def test_a_copy_has_the_buffers_of_the_first_replica(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `read` does, also if another replica is nearer."""
+    data = batches(1)
+    with open_divided(crew, Normalized(), F.cross_entropy, data[0], 1, (1, 1)) as pipe:
+        pipe.step(*data[0])
+        monkeypatch.setattr(crew, "_nearest", lambda members: members[-1])
+        found = copy_values(pipe._training, Copies())[BUFFER]
+        wanted = crew.read(BUFFER)
+        assert all(np.array_equal(found[name], value) for name, value in wanted.items())
 
 
 def test_accumulated_gradients_and_gradients_without_update(crew: Crew) -> None:
