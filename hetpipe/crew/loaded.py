@@ -66,7 +66,7 @@ class Loaded(Workers):
         every = ((n, key, slot) for n, own in stages.items() for key, slot in own.items())
         for stage, key, slot in every:
             members = self._placement.members[stage]
-            # Replicas may have other buffers, and `read` returns those of the first one.
+            # Replicas may differ in their buffers, and `read` returns the first one's.
             member = members[0] if key[0] == BUFFER else self._nearest(members)
             by_worker.setdefault(self._index[member], {}).setdefault(stage, {})[key] = slot
         orders, arrays = [], dict[Key, Array]()
