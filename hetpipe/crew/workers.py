@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
+from hetpipe.cluster.parts import with_speed
 from hetpipe.cost.loss import Label
 from hetpipe.crew.feeding import Feeding
 from hetpipe.crew.launcher import Launched, Timing, launch
@@ -168,14 +169,9 @@ class Workers:
         1, or not above 0.
         """
         worker = self._worker(member)
-        members = tuple(
-            replace(other, speed=speed) if other.id == member else other
-            for other in self.cluster.members
-        )
-        cluster = replace(self.cluster, members=members)
+        self.cluster = with_speed(self.cluster, member, speed)
         with self._conversation():
             self._fleet.send(worker, say.Speed(speed))
-        self.cluster = cluster
 
     @property
     def clock_error_s(self) -> float:

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cluster.parts import without
+from hetpipe.cluster.parts import with_speed, without
 from hetpipe.crew.workers import Workers
-from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 
 FIRST_S = 10.0
 """Seconds after a loss until hetpipe looks whether the member is back. They are doubled if it was
@@ -89,6 +89,14 @@ class Absent:
         cluster = without(self._cluster, gone)
         members = tuple(here.get(member.id, member) for member in cluster.members)
         return replace(cluster, members=members)
+
+    def set_speed(self, crew: Workers, member: str, speed: float) -> None:
+        """Emulate another speed on a member, or on a lost one once it is back. Raises
+        `HetpipeError` for an unknown member or a wrong speed."""
+        self._cluster = with_speed(self._cluster, member, speed)
+        if member in crew.cluster.ids or member not in self._cluster.ids:
+            with suppress(WorkerError):  # the next call survives the loss
+                crew.set_speed(member, speed)
 
     def lose(self, members: Iterable[str]) -> None:
         """Note a loss."""

@@ -207,9 +207,13 @@ class Pipeline(Saving):
         return self._delivery.at_rest("rebalance", lambda: self._rebalancer.rebalance(steps))
 
     def set_speed(self, member: str, speed: float) -> None:
-        """Emulate another speed on a member from now on; see `Crew.set_speed`."""
+        """Emulate another speed on a member from now on; see `Crew.set_speed`. With
+        `survive="auto"`, a lost member has it once it is back."""
         with self._guard("set_speed", alone=False):
-            self._crew.set_speed(member, speed)
+            if self._survival is None:
+                self._crew.set_speed(member, speed)
+            else:
+                self._survival.absent.set_speed(self._crew, member, speed)
 
     def evaluate(
         self,
