@@ -20,8 +20,8 @@ from hetpipe.cluster.links import link_costs
 from hetpipe.cost.board import Board, board
 from hetpipe.cost.fpga import MEMORY_SHARE, LayerShape, Rates, stage_s, throughput
 from hetpipe.cost.pipedream_profile import ProfileNode, read_profile
+from hetpipe.division import divide_samples
 from hetpipe.papers.reproduced.table import Figure, expected
-from hetpipe.plan.shares import divide_samples
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer, ring_s

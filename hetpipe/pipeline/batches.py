@@ -52,18 +52,17 @@ def forward_sizes(captured: Captured, leaves: Mapping[str, Any], plan: Plan) -> 
     ones than in a training if replicas could not divide these. Raises `HetpipeError` if replicas
     cannot divide the whole mini-batch."""
     rows, count = captured.example.size_of(leaves), plan.microbatches
-    replicated = [stage.shares for stage in plan.stages if len(stage.shares) > 1]
-    while True:
-        sizes = micro_sizes(rows, count)
-        try:
-            for shares in replicated if plan.rule.flushes else ():
-                for size in sizes:
-                    divide(int(size), shares)
-            return sizes
-        except HetpipeError:
-            if count == 1:
-                raise
-            count -= 1
+    if plan.rule.flushes:
+        count = max(1, min(count, rows // max(plan.replicas)))
+    sizes = micro_sizes(rows, count)
+    for stage in plan.stages if plan.rule.flushes else ():
+        divide(int(sizes[-1]), stage.shares)
+    return sizes
+
+
+def can_divide(samples: int, plan: Plan) -> bool:
+    """Whether every replica of a plan gets rows of a micro-batch."""
+    return not plan.rule.flushes or samples >= max(plan.replicas)
 
 
 def size_of(samples: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Copies of a training's values, by role and with the model's names."""
+"""Copies of a training: their values by role and with the model's names, and their memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from hetpipe.checkpoint.tensors import Tensors
 from hetpipe.crew.copies import Copies, Kept
+from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.present import joined
 from hetpipe.pipeline.resume import ROLES
+from hetpipe.words import format_nbytes
 
 if TYPE_CHECKING:
     from hetpipe.capture.passes.split_layers import SplitParameters
@@ -37,3 +39,16 @@ def copy_values(training: Training, copies: Copies) -> dict[str, Tensors]:
     copies.wait(crew.check_copying)
     assert copies.latest is not None
     return values_of(copies.latest, training.stages.unread, training.setup.captured.parts)
+
+
+def check_budget(nbytes: int, batch_nbytes: int, budget_nbytes: int, is_given: bool) -> None:
+    """Raise `HetpipeError` if a budget is too small for snapshots and two mini-batches."""
+    needed = nbytes + 2 * batch_nbytes
+    if needed > budget_nbytes:
+        source = "snapshot_nbytes is" if is_given else "half of the free memory is"
+        raise HetpipeError(
+            f"survive='auto' keeps two snapshots ({format_nbytes(nbytes)}) and at least two mini-"
+            f"batches (of {format_nbytes(batch_nbytes)}) in this process's memory: {source} "
+            f"{budget_nbytes} bytes, and {needed - budget_nbytes} bytes are missing; give "
+            f"snapshot_nbytes={needed} if there is room, or leave survive out"
+        )

@@ -226,6 +226,8 @@ class Delivery:
         for leaves, y in batches:
             with self._guard(call):
                 if self._forwards is not forwards:
+                    if self._survival is not None:
+                        self._survive(partial(self._survival.rejoin, self.settle))
                     self.at_rest(call, forwards.begin)
                     self._forwards = forwards
                 self.call(call, partial(forwards.admit, leaves))
@@ -256,9 +258,7 @@ class Delivery:
             self._rebalancer.follow()
         if (survival := self._survival) is None:
             return
-        if survival.join_pays:
-            self.settle()
-            survival.join()
+        survival.rejoin(self.settle)
         if survival.due:
             self.settle()
             survival.snapshot()

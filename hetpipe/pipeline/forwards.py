@@ -127,10 +127,14 @@ class Forwards:
             self._collect()
 
     def take(self, ends: bool = False) -> tuple[StepRequest, StepResult] | None:
-        """Return the next result; None if there is none yet or, at the end, none any more."""
+        """Return the next result, and count it in `Training.forwards`; None if there is none yet
+        or, at the end, none any more."""
         if len(self._under_way) > (0 if ends else WINDOW) and not (ends and self._results):
             self._collect()
-        return self._results.popleft() if self._results else None
+        if not self._results:
+            return None
+        self._training.forwards += 1
+        return self._results.popleft()
 
     def _collect(self) -> None:
         request, _ = self._under_way[0]

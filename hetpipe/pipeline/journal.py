@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hetpipe.crew.feeding import Hook, nothing
 from hetpipe.errors import HetpipeError, WorkerError
-from hetpipe.pipeline.batches import copied
+from hetpipe.pipeline.batches import can_divide, copied
 from hetpipe.pipeline.stages import Stages
 from hetpipe.pipeline.training import Training
+from hetpipe.wire.wire import IN_EVAL, Content
 
 if TYPE_CHECKING:
     from hetpipe.checkpoint.checkpoint import Checkpoint
@@ -83,9 +84,16 @@ class Recorded(Training):
                 self._collected -= 1
                 self.journal_nbytes -= nbytes_of(event)
 
+    @property
+    def sizes(self) -> set[int]:
+        """The sizes of micro-batches that are trained."""
+        return self.stages.sizes[Content.FORWARD]
+
     def renew(self, setup: Setup, values: Checkpoint, steps: int, updates: Sequence[int]) -> None:
         """Continue with another crew and plan from these values; nothing is under way then."""
-        sizes = self.stages.sizes
+        sizes, plan = self.stages.sizes, setup.plan
+        for content in IN_EVAL:  # other sizes are chosen under more replicas, see `forward_sizes`
+            sizes[content] = {size for size in sizes[content] if can_divide(size, plan)}
         self.setup, self._crew = setup, setup.crew
         self.stages = Stages(setup, self._progress, self._clip)
         self.stages.sizes = sizes

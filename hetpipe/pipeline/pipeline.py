@@ -42,7 +42,7 @@ from hetpipe.pipeline.results import Result
 from hetpipe.pipeline.saving import Saving
 from hetpipe.pipeline.setup import resolve, set_up
 from hetpipe.pipeline.starting import Starting
-from hetpipe.pipeline.survival import begin_survival, end_survival
+from hetpipe.pipeline.survival import begin_survival, end_survival, set_speed
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction
 
@@ -210,10 +210,7 @@ class Pipeline(Saving):
         """Emulate another speed on a member from now on; see `Crew.set_speed`. With
         `survive="auto"`, a lost member has it once it is back."""
         with self._guard("set_speed", alone=False):
-            if self._survival is None:
-                self._crew.set_speed(member, speed)
-            else:
-                self._survival.absent.set_speed(self._crew, member, speed)
+            set_speed(self._survival, self._crew, member, speed)
 
     def evaluate(
         self,

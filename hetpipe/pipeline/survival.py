@@ -17,7 +17,7 @@ from hetpipe.errors import ClusterError, HetpipeError, PlanError, WorkerError
 from hetpipe.memory import available_nbytes
 from hetpipe.pipeline.absent import Absent
 from hetpipe.pipeline.changes import Joined, Lost
-from hetpipe.pipeline.copied import values_of
+from hetpipe.pipeline.copied import check_budget, values_of
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.move import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
@@ -30,7 +30,7 @@ from hetpipe.pipeline.survivors import (
     start_crew,
 )
 from hetpipe.plan.survival import best_updates
-from hetpipe.words import format_nbytes, words
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
@@ -87,6 +87,14 @@ def end_survival(survival: Survival | None) -> None:
         survival.absent.close()
 
 
+def set_speed(survival: Survival | None, crew: Crew, member: str, speed: float) -> None:
+    """Emulate another speed on a member, or on a lost one once it is back."""
+    if survival is None:
+        crew.set_speed(member, speed)
+    else:
+        survival.absent.set_speed(crew, member, speed)
+
+
 class Survival:
     """Keeps a training alive. `renewed` is called with the costs of each new plan, before mini-
     batches are trained again.
@@ -99,10 +107,9 @@ class Survival:
         """Called once the recorded mini-batches are trained again."""
         self._copies = Copies()
         self.absent = Absent(training.setup.crew.cluster)
-        self._first = training.plan
+        self._first = self._plan = training.plan  # the latter: of the last snapshot or loss
         self._since = 0  # when the present workers began, or a checkpoint was restored
         self._begun = 0  # the number of mini-batches before the last snapshot
-        self._plan = training.plan  # of the last snapshot, or of the plan after a loss
         self._errors = ErrorCount()
         self.lost: list[Lost] = []
         self.joined: list[Joined] = []
@@ -118,7 +125,7 @@ class Survival:
         crew, batch_nbytes = setup.crew, setup.captured.example.nbytes
         self._copied_nbytes = crew.copied_nbytes
         is_given = self._options.snapshot_nbytes is not None
-        _check_budget(self.nbytes, batch_nbytes, self._budget_nbytes, is_given)
+        check_budget(self.nbytes, batch_nbytes, self._budget_nbytes, is_given)
         self._since = self._training.steps
         self.snapshot()
         self._copies.wait(crew.check_copying)
@@ -148,13 +155,20 @@ class Survival:
         if training.accumulated or not self.absent.look(setup.crew.cluster):
             return False
         cluster, tables = self.absent.cluster(setup.crew.cluster), setup.tables
+        model, sizes = setup.captured, training.sizes
         try:
             present = priced_again(training.plan, tables)
-            best, _ = plan_for(setup.captured, cluster, self._first, present, tables)
+            best, _ = plan_for(model, cluster, self._first, present, tables, sizes)
         except PlanError:
             return False
         took_s = self.lost[-1].took_s if self.lost else 0.0
         return Move(present, best, took_s).pays(HORIZON)
+
+    def rejoin(self, settle: Callable[[], None]) -> None:
+        """Continue with members that are back, if that pays, once `settle` has ended all work."""
+        if self.join_pays:
+            settle()
+            self.join()
 
     def join(self) -> None:
         """Continue with the members that are back. The training must be at rest."""
@@ -280,7 +294,7 @@ class Survival:
         Raises an error if no lost member is known, or if no member is left.
         """
         training = self._training
-        crew, number = training.setup.crew, training.mini_batches
+        crew, number = training.setup.crew, training.mini_batches + training.forwards
         present, lost, raised = crew.cluster, crew.lost, crew.raised
         if isinstance(error, MissingError):  # of a later crew, which did not start
             present, lost, raised = error.cluster, error.members, False
@@ -309,7 +323,7 @@ class Survival:
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
-            plan, costs = checked_plan(setup, self._first, present)
+            plan, costs = checked_plan(setup, self._first, present, training.sizes)
             if moment.scale is not None:
                 training.scaling.restore(moment.scale)
             training.not_finite = moment.not_finite
@@ -330,16 +344,3 @@ class Survival:
         assert isinstance(moment, Moment)
         self._training.forget(moment.position)
         return moment
-
-
-def _check_budget(nbytes: int, batch_nbytes: int, budget_nbytes: int, is_given: bool) -> None:
-    """Raise `HetpipeError` if a budget is too small for snapshots and two mini-batches."""
-    needed = nbytes + 2 * batch_nbytes
-    if needed > budget_nbytes:
-        source = "snapshot_nbytes is" if is_given else "half of the free memory is"
-        raise HetpipeError(
-            f"survive='auto' keeps two snapshots ({format_nbytes(nbytes)}) and at least two mini-"
-            f"batches (of {format_nbytes(batch_nbytes)}) in this process's memory: {source} "
-            f"{budget_nbytes} bytes, and {needed - budget_nbytes} bytes are missing; give "
-            f"snapshot_nbytes={needed} if there is room, or leave survive out"
-        )

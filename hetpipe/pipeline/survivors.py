@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hetpipe.buckets import like
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.launcher import missing_members
 from hetpipe.crew.workers import share_operators
@@ -19,6 +20,7 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.priced import Priced
 from hetpipe.plan.proposal import PlannerOptions, nearest_table
+from hetpipe.wire.shares import divide
 from hetpipe.words import words
 
 if TYPE_CHECKING:
@@ -69,12 +71,14 @@ def start_crew(cluster: Cluster) -> Crew:
         return Crew.start(cluster, start_timeout_s=OPEN_S, wait=False)
 
 
-def checked_plan(setup: Setup, before: Plan, present: Plan) -> tuple[Plan, CostTable]:
+def checked_plan(
+    setup: Setup, before: Plan, present: Plan, sizes: Collection[int]
+) -> tuple[Plan, CostTable]:
     """Return the plan for a new crew as `plan_for` does. Raises `PlanError` if it does not fit."""
     captured, crew, infos = setup.captured, setup.crew, setup.crew.infos
     share_operators(captured, crew)
     try:
-        plan, costs = plan_for(captured, crew.cluster, before, present, setup.tables)
+        plan, costs = plan_for(captured, crew.cluster, before, present, setup.tables, sizes)
         boards = [board.id for board in crew.cluster.described]
         sync = captured.sync_batch_norm
         check_fit(plan, infos, setup.optimizer, setup.updates, sync, boards)
@@ -91,23 +95,25 @@ def plan_for(
     before: Plan,
     present: Plan,
     tables: Mapping[int, CostTable],
+    sizes: Collection[int],
 ) -> tuple[Plan, CostTable]:
     """Return the fastest plan on a cluster that trains as the plan `before` did, and its costs.
 
     It has the same mini-batch, micro-batches and weight policy, and replicas only if `before` has
-    some. It has the same schedule or, if no such plan fits, another one that flushes as well. The
-    `present` plan stays, with unused members in the places of lost ones, unless another plan is
-    clearly faster. Nothing is measured. Raises `PlanError`.
+    some. All replicas can train micro-batches of these `sizes`. It has the same schedule or, if no
+    such plan fits, another one that flushes as well. The `present` plan stays, with unused members
+    in the places of lost ones, unless another plan is clearly faster. Nothing is measured. Raises
+    `PlanError`.
     """
     spared = _with_spares(cluster, present, tables)
     try:
         if before.rule.replicates or not before.rule.averages:
-            plan, table = _replicated(captured, cluster, before, tables)
+            plan, table = _replicated(captured, cluster, before, tables, sizes)
         else:
-            plan, table = _searched(cluster, before, tables)
+            plan, table = _searched(captured, cluster, before, tables, sizes, (before.schedule,))
     except PlanError:
         if before.rule.flushes:
-            plan, table = _searched(cluster, before, tables, ())
+            plan, table = _searched(captured, cluster, before, tables, sizes, ())
         elif spared is not None:
             plan, table = spared, _table_of(tables, spared)
         else:
@@ -131,9 +137,13 @@ def _table_of(tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
 
 
 def _replicated(
-    captured: Captured, cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]
+    captured: Captured,
+    cluster: Cluster,
+    before: Plan,
+    tables: Mapping[int, CostTable],
+    sizes: Collection[int],
 ) -> tuple[Plan, CostTable]:
-    """Return the plan that gives every member the whole model."""
+    """Return the plan that gives every member the whole model. Raises `PlanError`."""
     planning = Planning(
         captured.name, captured.layer_names, cluster, before.mini_batch,
         lambda sizes: {size: tables[size] for size in sizes if size in tables},
@@ -144,24 +154,47 @@ def _replicated(
         )
     )
     assert table is not None
+    if not _can_train(captured, plan, sizes):
+        raise PlanError(f"replicas on {words(cluster.ids)} cannot divide small mini-batches")
     return plan, table
 
 
 def _searched(
+    captured: Captured,
     cluster: Cluster,
     before: Plan,
     tables: Mapping[int, CostTable],
-    schedules: tuple[str, ...] | None = None,
+    sizes: Collection[int],
+    schedules: tuple[str, ...],
 ) -> tuple[Plan, CostTable]:
-    """Return the fastest plan with one of these `schedules`, by default the plan's; () is all."""
-    # Replicas could not divide small mini-batches that the training has had or may still get.
+    """Return the fastest plan with one of these `schedules`; () is all."""
+    # Replicas could not divide small mini-batches that a training without them may still get.
     options = PlannerOptions(
-        before.mini_batch, (before.microbatches,),
-        (before.schedule,) if schedules is None else schedules, before.weights,
+        before.mini_batch, (before.microbatches,), schedules, before.weights,
         replicas=max(before.replicas) > 1,
     )  # fmt: skip
     plan = plan_on(tables, cluster, options)
+    if not _can_train(captured, plan, sizes):
+        plan = plan_on(tables, cluster, replace(options, replicas=False))
     return plan, _table_of(tables, plan)
+
+
+def _can_train(captured: Captured, plan: Plan, sizes: Collection[int]) -> bool:
+    """Whether every replica gets as many rows of micro-batches of these sizes as the model needs:
+    one or, with batch norm, two."""
+    if max(plan.replicas) == 1 or not plan.rule.flushes:
+        return True
+    try:
+        rows = (
+            like(rows, size)
+            for stage in plan.stages
+            for size in sizes
+            for rows in divide(int(size), stage.shares)
+        )
+        captured.layer_graph(min(rows, key=int))
+    except HetpipeError:
+        return False
+    return True
 
 
 def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:

@@ -82,7 +82,7 @@ class Training:
         self.results = Results(setup.optimizer)
         self._accumulated: list[float] = []  # counts of the losses since the last update; mean: 1
         self.stages.expect(micro_sizes(mini_batch, plan.microbatches))
-        self.steps, self.updates = 0, [0] * len(plan.stages)
+        self.steps, self.forwards, self.updates = 0, 0, [0] * len(plan.stages)
         self.last_save = "no checkpoint of it was saved"
         if resume is None:
             self.stages.load(None, self.updates, 0)

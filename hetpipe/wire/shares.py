@@ -11,6 +11,7 @@ from math import gcd
 from typing import NamedTuple
 
 from hetpipe.buckets import like
+from hetpipe.division import divide_samples
 from hetpipe.errors import HetpipeError
 
 
@@ -37,23 +38,16 @@ class Drawn:
 
 @cache
 def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how many rows of a micro-batch each replica gets, by the method of largest remainders.
+    """Return how many rows of a micro-batch each replica gets: one or more.
 
-    Raises `HetpipeError` if a replica would get no row.
+    Raises `HetpipeError` if there are fewer samples than replicas.
     """
-    total = sum(weights)
-    exact = [samples * weight / total for weight in weights]
-    rows = [int(share) for share in exact]
-    by_rest = sorted(range(len(rows)), key=lambda r: (rows[r] - exact[r], r))
-    for replica in by_rest[: samples - sum(rows)]:
-        rows[replica] += 1
-    if min(rows) == 0:
+    if samples < len(weights):
         raise HetpipeError(
-            f"{len(weights)} replicas with shares {', '.join(f'{w:g}' for w in weights)} cannot "
-            f"split a micro-batch of {samples} samples: one of them would get no sample; use fewer "
-            "micro-batches or fewer replicas"
+            f"{len(weights)} replicas cannot split a micro-batch of {samples} samples: one of them "
+            "would get no sample; use fewer micro-batches or fewer replicas"
         )
-    return tuple(rows)
+    return tuple(divide_samples(samples, weights))
 
 
 @cache

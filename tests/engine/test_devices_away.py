@@ -192,9 +192,9 @@ def test_a_device_that_no_longer_fits_does_not_join(
 
     presents: list[Plan] = []
 
-    def noted(setup: Any, before: Plan, present: Plan) -> Any:
+    def noted(setup: Any, before: Plan, present: Plan, sizes: Any) -> Any:
         presents.append(present)
-        return survivors.checked_plan(setup, before, present)
+        return survivors.checked_plan(setup, before, present, sizes)
 
     with opened(mixed, members="012") as pipe:
         returned(pipe, monkeypatch)

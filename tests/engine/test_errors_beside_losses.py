@@ -148,6 +148,23 @@ def test_two_interrupts_during_a_recovery_leave_no_process(
         assert eventually(lambda: all(map(has_ended, started)))
 
 
+def test_errors_at_different_batches_of_an_evaluation_are_survived(crews: Crews) -> None:
+    """Every worker raises an error once it has computed some batches."""
+
+    def arm(crew: Crew) -> None:
+        crew.begin_each("breaking:arm", dict.fromkeys(crew.cluster.ids, ("raise", 60)))
+
+    crew = crews(("numpy:cpu:0",) * 4, "shared-memory")
+    data = [x for x, _ in batches(5)] * 5
+    with opened(CASES["1f1b-spare"], crew) as pipe:
+        expected = [pipe.predict(x) for x in data]
+    with starting(arm), opened(CASES["1f1b-spare"], crew) as pipe:
+        arm(crew)
+        found = [*pipe.predict_batches(data)]
+        assert len(pipe.lost) >= 3
+        assert not difference(found, expected, exact=False)
+
+
 def test_an_error_that_every_device_raises_ends_a_training(crews: Crews) -> None:
     def arm(crew: Crew) -> None:
         crew.begin_each("breaking:arm", dict.fromkeys(crew.cluster.ids, ("raise", 9)))

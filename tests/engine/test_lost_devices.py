@@ -60,10 +60,10 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def costs_of(crew: Crew, **others: LayerCost) -> CostTable:
-    """Return costs by which layers take a second, or as `others` say by member, and messages no
-    time."""
-    graph = shared(make_model(), LOSS, batches(1)[0]).layer_graph(SAMPLES // 4)
+def costs_of(crew: Crew, samples: int = SAMPLES // 4, **others: LayerCost) -> CostTable:
+    """Return costs of micro-batches by which layers take a second, or as `others` say by member,
+    and messages no time."""
+    graph = shared(make_model(), LOSS, batches(1)[0]).layer_graph(samples)
     costs = free_table("case", graph, crew.cluster.ids, "modelled")
     usual = LayerCost(1.0, 1.0, 0.0)
     rows = {
@@ -282,6 +282,67 @@ def test_a_member_that_comes_back_joins(crews: Crews, monkeypatch: pytest.Monkey
     assert losses == pytest.approx([result.loss for result in whole[0]], rel=1e-6)
     for name, value in whole[1].items():
         assert torch.allclose(state[name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("call", ["predict", "evaluate"])
+def test_a_member_joins_before_forwards(
+    call: str, crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline that only predicts or evaluates has no steps before which members could join."""
+    monkeypatch.setattr("hetpipe.pipeline.absent.FIRST_S", 0.0)
+    x, y = batches(1)[0]
+    with opened(crews((DEVICE,) * 3, "shared-memory")) as pipe:
+        forwards = {"predict": lambda: pipe.predict(x), "evaluate": lambda: pipe.evaluate([(x, y)])}
+        kill(pipe._crew, "m1")
+        forwards[call]()
+        assert [event.members for event in pipe.lost] == [("m1",)]
+        assert eventually(lambda: forwards[call]() is not None and bool(pipe.joined))
+        assert sorted(pipe.plan.all_devices) == ["m0", "m1", "m2"]
+
+
+def test_a_lost_member_has_its_new_speed_once_it_is_back(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetpipe.pipeline.absent.FIRST_S", 0.0)
+    many = itertools.cycle(batches(10))
+    with opened(crews((DEVICE,) * 3, "shared-memory")) as pipe:
+        kill(pipe._crew, "m1")
+        assert eventually(lambda: pipe._crew._control.failed)
+        pipe.set_speed("m1", 0.9)  # the next step survives the loss
+        pipe.step(*next(many))
+        assert [event.members for event in pipe.lost] == [("m1",)]
+        pipe.set_speed("m1", 0.8)
+        assert eventually(lambda: pipe.step(*next(many)) > 0 and bool(pipe.joined))
+        assert pipe._crew.cluster.member("m1").speed == 0.8
+        with pytest.raises(HetpipeError, match="no member 'm7'"):
+            pipe.set_speed("m7", 0.5)
+
+
+@pytest.mark.parametrize(("rows", "left"), [(12, ["m0", "m1"]), (6, ["m0"])])
+def test_no_replica_gets_too_few_rows_after_a_loss(
+    rows: int, left: list[str], crews: Crews
+) -> None:
+    """A slow replica gets two of twelve rows. It would get one of six, and batch norm needs two."""
+    (x, y), found = batches(1)[0], []
+    for survivors in (["m0", "m1", "m2"], left):
+        crew = crews((DEVICE,) * 3, "shared-memory")
+        tables = {
+            size: costs_of(
+                crew, size, m0=LayerCost(size, size, 0.0), m1=LayerCost(4 * size, 4 * size, 0.0)
+            )
+            for size in (2, SAMPLES)
+        }
+        plan: Any = {"members": [["m0", "m1", "m2"]], "shares": [(1.0, 1.0, 1.0)]}
+        options = {"schedule": "data-parallel", "microbatches": 1, "sync_batch_norm": True}
+        with opened(crew, costs=tables[SAMPLES], **plan, **options) as pipe:
+            pipe._training.setup = replace(pipe._training.setup, tables=tables)
+            losses = [pipe.step(x, y), pipe.step(x[:rows], y[:rows])]
+            if survivors is left:
+                kill(crew, "m2")
+            losses += [pipe.step(x[:rows], y[:rows]), pipe.step(x, y)]
+            assert sorted(pipe.plan.all_devices) == survivors
+            found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_a_budget_that_snapshots_exceed_is_refused(crews: Crews) -> None:

@@ -210,6 +210,8 @@ def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:
         (9, (1, 1), (5, 4)),
         (32, (1.12, 1), (17, 15)),
         (6, (3, 2, 1), (3, 2, 1)),
+        (4, (9, 1), (3, 1)),
+        (3, (1, 7, 9), (1, 1, 1)),
     ],
 )
 def test_rows_are_divided_by_weight(samples: int, weights: Any, rows: Any) -> None:
@@ -218,8 +220,8 @@ def test_rows_are_divided_by_weight(samples: int, weights: Any, rows: Any) -> No
 
 def test_too_few_samples_are_refused(crew: Crew) -> None:
     with pytest.raises(
-        HetpipeError, match="cannot split a micro-batch of 4 samples: one of them would"
+        HetpipeError, match="3 replicas cannot split a micro-batch of 2 samples: one of them would"
     ):
-        divide(4, (9, 1))
+        divide(2, (1, 1, 1))
     with pytest.raises(HetpipeError, match="cannot split a micro-batch of 1 samples"):
         open_divided(crew, MLP(), F.cross_entropy, batches(1)[0], 12, (1, 1))

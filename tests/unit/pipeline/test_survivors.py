@@ -3,39 +3,68 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_sizes_between import CLUSTER, MEMBERS, table
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.errors import WorkerError
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import CaptureError, WorkerError
 from hetpipe.pipeline.forwards import Forwards
 from hetpipe.pipeline.survivors import TRIES, ErrorCount, plan_for
 from hetpipe.plan.planner import make_plan
+from hetpipe.plan.planners.auto import plan as plan_on
+from hetpipe.plan.proposal import PlannerOptions
 
 UNUSED: Any = None
 """A captured model, which only plans with the whole model on every member need."""
+
+
+def tables_with_dear_messages() -> dict[int, CostTable]:
+    """Return costs by which replicas, whose gradients are small, are faster than stages."""
+    tables = {size: table(size, 0.0) for size in (4, 8)}
+    for size, costs in tables.items():
+        links = {pair: replace(link, latency_s=100.0) for pair, link in costs.links.items()}
+        tables[size] = replace(costs, links=links)
+    return tables
 
 
 def test_the_costs_have_the_size_of_the_plan() -> None:
     """The size may have been interpolated between two measured ones."""
     tables = {size: table(size, 3.0) for size in (2, 16)}
     before = make_plan(table(8, 3.0), MEMBERS, mini_batch=64, microbatches=8)
-    plan, costs = plan_for(UNUSED, Cluster.with_ids(MEMBERS[:1]), before, before, tables)
+    plan, costs = plan_for(UNUSED, Cluster.with_ids(MEMBERS[:1]), before, before, tables, [8])
     assert plan.all_devices == ("m0",)
     assert costs.samples == plan.share_samples == 8
 
 
 def test_a_plan_without_replicas_gets_none() -> None:
     """Replicas could not divide the small mini-batches that the first plan can train."""
-    tables = {size: table(size, 0.0) for size in (4, 8)}
-    for size, costs in tables.items():  # messages are dear, and gradients small
-        links = {pair: replace(link, latency_s=100.0) for pair, link in costs.links.items()}
-        tables[size] = replace(costs, links=links)
+    tables = tables_with_dear_messages()
     before = make_plan(tables[8], MEMBERS[:1], mini_batch=64, microbatches=8)
-    plan, _ = plan_for(UNUSED, CLUSTER, before, before, tables)
+    plan, _ = plan_for(UNUSED, CLUSTER, before, before, tables, [8])
     assert plan.replicas == (1,) * len(plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("size", "needed", "replicas"), [(2, 1, 2), (1, 1, 1), (4, 2, 2), (3, 2, 1)]
+)
+def test_replicas_can_train_the_smallest_micro_batch(size: int, needed: int, replicas: int) -> None:
+    """The model needs some rows: two, if it has a batch norm."""
+
+    def layer_graph(rows: int) -> None:
+        if rows < needed:
+            raise CaptureError("too few rows")
+
+    captured: Any = SimpleNamespace(layer_graph=layer_graph)
+    tables = tables_with_dear_messages()
+    before = plan_on(tables, CLUSTER, PlannerOptions(64, (8,), ("1f1b",)))
+    assert before.replicas == (2,)
+    present = make_plan(tables[8], MEMBERS[:1], mini_batch=64, microbatches=8)
+    plan, _ = plan_for(captured, CLUSTER, before, present, tables, [8, size])
+    assert max(plan.replicas) == replicas
 
 
 def test_errors_are_counted_by_mini_batch() -> None:

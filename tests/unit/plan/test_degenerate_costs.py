@@ -12,13 +12,13 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.member import Member
 from hetpipe.cost.pipedream_profile import ChainCosts
 from hetpipe.cost.table import LayerCost, LinkCost
+from hetpipe.division import divide_samples
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.dapple import candidates
 from hetpipe.plan.planners.choice import PLANNERS, plan
 from hetpipe.plan.planners.pipedream import Level, plan_pipedream
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.server_groups import Machines, Wire
-from hetpipe.plan.shares import divide_samples
 from hetpipe.study.comparison import together
 
 FREE = LayerCost(0.0, 0.0, 0.0)
