@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hetpipe.callbacks.base import Pipeline, State
 from hetpipe.callbacks.history import Epoch, History
 from hetpipe.checkpoint.checkpoint import MANIFEST
+from hetpipe.checkpoint.durable import locked
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.loop.batches import Batches, length_of
 from hetpipe.loop.chance import (
@@ -48,7 +49,14 @@ class Loop:
         self._interrupt: BaseException | None = None  # the error of a signal's handler
 
     def run(self) -> History:
-        """Train until the last epoch, or until a callback stops the fit; return the history."""
+        """Train until the last epoch, or until a callback stops the fit; return the history.
+        Raises `CheckpointError` if another fit holds the folder."""
+        with ExitStack() as held:
+            if self._task.folder is not None:
+                _hold(self._task.folder, held)
+            return self._run()
+
+    def _run(self) -> History:
         state, task = self._state, self._task
         if self._last is not None:
             self._resume(self._last)
@@ -233,3 +241,14 @@ class Loop:
             self._save()
         except CheckpointError as error:
             raise interrupt from error
+
+
+def _hold(folder: Path, held: ExitStack) -> None:
+    """Keep other fits away from the folder until `held` ends."""
+    try:
+        held.enter_context(locked(folder))
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"another fit, or a pipeline with checkpoint=, holds the folder {folder}: wait until "
+            "it ends, or give another folder="
+        ) from error
