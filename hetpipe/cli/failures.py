@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST = 1e6
 """The largest rate of failures and time of repairs."""
+MOST_FAILURES = 1e6
+"""The most failures that are simulated for each rate and time of repairs."""
 NOTE = (
     "±: half of the distance between the quartiles. Lost devices are drawn at random, and rates"
     " between the planned steps are interpolated. A plan may leave devices idle. It is assumed that"
@@ -77,17 +79,28 @@ class TrialOptions:
     """The options about the length and number of the simulated trainings."""
 
     hours: Annotated[
-        float, typer.Option("--hours", min=0.01, help="The length of each simulated training.")
+        float,
+        typer.Option("--hours", min=0.01, max=MOST, help="The length of each simulated training."),
     ] = 24.0
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="The trainings simulated for each figure.")
     ] = 20
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the failures and repairs.")] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of the failures and repairs.")
+    ] = 0
 
-    def make(self) -> Trials:
-        """Return the trials."""
+    def make(self, per_hour: float) -> Trials:
+        """Return the trials. Raises `HetpipeError` if they have more than `MOST_FAILURES`, at the
+        highest rate of failures."""
         from hetpipe.study.survivors import Trials
 
+        count = self.hours * per_hour * self.repeats
+        if not count <= MOST_FAILURES:
+            raise HetpipeError(
+                f"{self.repeats} trainings of {self.hours:g} hours with {per_hour:g} failures an "
+                f"hour have {count:.3g} failures, more than {MOST_FAILURES:g}: give fewer --hours, "
+                "--repeats or --per-hour"
+            )
         return Trials(self.hours, self.repeats, self.seed)
 
 
@@ -125,13 +138,14 @@ def command(
     output = Output(json)
     assumed = Assumptions().changed(parse_values("--assume", assume))
     often, repairs = parse_numbers("--per-hour", per_hour), parse_numbers("--repair-s", repair_s)
+    made = trials.make(max(often))
     members = hosts.make(cluster)
     subject = about.subject(choices.global_batch)
     options = choices.options(subject)
     with progress_bar("planning and simulating"):
         answer = failures(
             subject, members, often, repairs, options, planner or PLANNER,
-            assumed=assumed, trials=trials.make(),
+            assumed=assumed, trials=made,
         )  # fmt: skip
     makers = [loss_table, interval_table, step_table, assumption_table]
     if not answer.intervals:
