@@ -85,11 +85,7 @@ def save(
     values = dict(manifest)
     step = values.pop("step")
     _check_depth(Manifest(__version__, step, values, {}))
-    if (directory / INDEX).exists() and not _is_ours(directory / INDEX):
-        raise CheckpointError(
-            f"{directory / INDEX} is of another program, and a checkpoint would replace it; give "
-            "another folder"
-        )
+    _check_index(directory)
     try:
         with durable.made(directory), durable.locked(directory):
             _sweep(directory)
@@ -123,6 +119,37 @@ def save(
             f"cannot save a checkpoint in {directory}: {error}; make room or give write access "
             "there, or choose another folder"
         ) from error
+
+
+def check_folder(directory: Path | None) -> None:
+    """Raise `CheckpointError` if `save` could not make the folder, or would replace another
+    program's index; None is no folder. Leaves no new folder.
+
+    A command calls this before its work, so that the work is not lost.
+    """
+    if directory is None:
+        return
+    directory = user_path(directory, CheckpointError)
+    _check_index(directory)
+    try:
+        with durable.made(directory):
+            raise InterruptedError  # so that `made` removes the new folders
+    except InterruptedError:
+        return
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save a checkpoint in {directory}: {error.strerror or error}; give another "
+            "folder"
+        ) from error
+
+
+def _check_index(directory: Path) -> None:
+    """Raise `CheckpointError` if another program's index is in the folder."""
+    if (directory / INDEX).exists() and not _is_ours(directory / INDEX):
+        raise CheckpointError(
+            f"{directory / INDEX} is of another program, and a checkpoint would replace it; give "
+            "another folder"
+        )
 
 
 def read(directory: Path) -> Checkpoint:

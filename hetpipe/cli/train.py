@@ -102,6 +102,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Train a model as a pipeline on the cluster."""
+    from hetpipe.checkpoint.checkpoint import check_folder
     from hetpipe.plan.plan_file import read_plan
     from hetpipe.zoo.load import check_name
 
@@ -114,6 +115,7 @@ def command(
     check_picture(picture)
     check_target(trace)
     check_target(save and save / "manifest.json")
+    check_folder(save)
     if changed and resume is None:
         raise HetpipeError(
             f"--changed {changed[0]} names a difference from a checkpoint, but no checkpoint "

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hetpipe.checkpoint.checkpoint import check_folder
 from hetpipe.cli.app import app
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import check_target, write_beside
 from hetpipe.study.largest import MOST, most
 
@@ -41,6 +42,23 @@ def test_no_work_for_a_file_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     with pytest.raises(HetpipeError, match=r"cannot write (folder: it is a folder|file/.*no fold)"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_train_refuses_a_folder_that_no_checkpoint_can_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetpipe.crew.crew.Crew.start", None)  # the command must not get so far
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata":{},"weight_map":{"a":"model-00001-of-00002.safetensors"}}')
+    with pytest.raises(CheckpointError, match="is of another program"):
+        CliRunner().invoke(app, [*TRAIN, "--save", str(tmp_path)], catch_exceptions=False)
+    with pytest.raises(CheckpointError, match="cannot save a checkpoint in /proc/none/deep"):
+        CliRunner().invoke(app, [*TRAIN, "--save", "/proc/none/deep"], catch_exceptions=False)
+
+
+def test_a_check_of_a_folder_leaves_no_folder(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new" / "deep")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_check_agrees_with_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
