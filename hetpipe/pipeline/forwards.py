@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hetpipe.callbacks.history import COUNTS, LOSSES
 from hetpipe.capture.program import PARAM
 from hetpipe.crew.request import StepRequest, StepResult, WholeLoss
 from hetpipe.errors import HetpipeError, NoMeanError, WorkerError
@@ -230,7 +231,14 @@ class Means:
             if not hasattr(metric, "compute"):
                 found[name] = self._sums[name] / self._samples
             elif isinstance(value := metric.compute(), Mapping):
-                found |= {key: number_of(key, each) for key, each in value.items()}
+                for key, each in value.items():
+                    others = {*LOSSES, *COUNTS, *found, *self._metrics} - ({name} - found.keys())
+                    if key in others:
+                        raise HetpipeError(
+                            f"metric {name!r} returned a value {key!r}, as another metric or a "
+                            "value of each epoch is named: return another name"
+                        )
+                    found[key] = number_of(key, each)
             else:
                 found[name] = number_of(name, value)
         return Evaluation(self._loss / self._weight, self._samples, found)
