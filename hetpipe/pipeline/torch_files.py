@@ -80,19 +80,22 @@ def export(saved: Checkpoint, target: Path, form: str) -> str:
 
 def model_state(saved: Checkpoint, progress: Progress) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the entries of the model's `state_dict` that the checkpoint has, and a text for the
-    tensors that it lacks."""
+    tensors that it lacks and for the loss's parameters."""
     tensors = Tensors.joined(Tensors.of(saved.tensors[role]) for role in (PARAM, BUFFER))
     sources = progress.names or {name: name for name in tensors}
     model = {name: tensors[source] for name, source in sources.items() if source in tensors}
     lacking = [name for name in sources if name not in model]
-    return as_tensors(model), [f"{words(lacking)} (used by no operator)"] if lacking else []
+    of_loss = [name for name in saved.tensors[PARAM] if name not in sources.values()]
+    left_out = [f"{words(lacking)} (used by no operator)"] if lacking else []
+    left_out += [f"{words(of_loss)} (trained by the loss)"] if of_loss else []
+    return as_tensors(model), left_out
 
 
 def optimizer_state(
     saved: Checkpoint, progress: Progress
 ) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
     """Return the optimizer's state by parameter, as `get_optimizer_state_dict` of torch names it,
-    and a text for each state that torch lacks."""
+    and a text for each state that torch lacks. Leaves out the states of parameters of the loss."""
     import torch
 
     states, names = saved.tensors[STATE], STATES.get(progress.optimizer, {})
@@ -100,7 +103,7 @@ def optimizer_state(
     kinds = {key.partition("/")[0]: None for key in states}
     for key in states:
         kind, _, name = key.partition("/")
-        if kind in names:
+        if kind in names and (not progress.names or name in progress.names.values()):
             found.setdefault(name, {}).update(as_tensors({names[kind]: states[key]}))
     if progress.optimizer != "sgd":
         for state in found.values():

@@ -13,6 +13,7 @@ import torch
 from captures import shared
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as load_dcp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -85,7 +86,8 @@ def test_a_file_has_the_models_state(crew: Crew, tmp_path: Path, form: str) -> N
     target.write_text("an older file")
     told = run("export", tmp_path / "run", target)
     assert f"{target}: the model's state_dict of step 2" in told
-    assert "left out: unused (used by no operator), the optimizer's state" in told
+    left_out = "unused (used by no operator), loss.factor (trained by the loss)"
+    assert f"left out: {left_out}, the optimizer's state" in told
     state = torch.load(target) if form == "pt" else load_file(target)
     assert sorted(state) == sorted(name for name in wanted if name != "unused")
     assert all(torch.equal(state[name], wanted[name]) for name in state)
@@ -129,6 +131,16 @@ def test_torch_continues_from_its_distributed_format(crew: Crew, tmp_path: Path,
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(loss.item(), wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_distributed_format_has_no_state_of_the_loss(crew: Crew, tmp_path: Path) -> None:
+    train(crew, tmp_path / "run", Tied(0), hp.optim.adamw(), loss_fn=Scaled())
+    told = run("export", tmp_path / "run", tmp_path / "dcp", "--format", "dcp")
+    assert "loss.factor (trained by the loss)" in told
+    names = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    assert any(name.startswith("optim.state.near.weight") for name in names)
+    assert not [name for name in names if "factor" in name]
 
 
 def test_states_that_torch_lacks_are_named(crew: Crew, tmp_path: Path) -> None:
