@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from hetpipe.errors import HetpipeError
 from hetpipe.hf.model_losses import logits_of
 from hetpipe.pipeline.forwards import number_of
 
+PADDING = -100
+"""The label that losses ignore; it fills logits and labels up to the longest ones."""
 Compute = Callable[[Any], Mapping[str, float]]
 """Maps an `EvalPrediction`, all logits and labels, to metrics by name."""
 
@@ -50,9 +52,20 @@ class Collected:
     @property
     def logits(self) -> Any:
         """The logits of all samples, as one numpy array."""
-        return np.concatenate(self._logits)
+        return joined(self._logits)
 
     @property
     def labels(self) -> Any:
         """The labels of all samples; None if there are none."""
-        return np.concatenate(self._labels) if self._labels else None
+        return joined(self._labels) if self._labels else None
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Join arrays of mini-batches along axis 0. Shorter ones are padded with `PADDING` along the
+    other axes, as transformers does."""
+    most = np.max([part.shape[1:] for part in parts], axis=0).astype(int)
+    padded = []
+    for part in parts:
+        lacking = [(0, int(size)) for size in most - part.shape[1:]]
+        padded.append(np.pad(part, [(0, 0), *lacking], constant_values=PADDING))
+    return np.concatenate(padded)
