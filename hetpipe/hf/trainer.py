@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +27,8 @@ from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.options import Options, UpdateOptions
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.words import words
+
+log = logging.getLogger("hetpipe")
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,8 +137,10 @@ class Trainer:
                 resume=resume_from_checkpoint or False,
                 progress=False if args.disable_tqdm else None,
             )
-            if best:
+            if best and history.best(best.monitor, best.mode):
                 pipe.restore(best.folder)
+            elif best:
+                log.warning("%s was a number in no epoch: the last weights stay", best.monitor)
             pipe.copy_to(self.model)
         return history
 

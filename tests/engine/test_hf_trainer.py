@@ -265,3 +265,23 @@ def test_label_smoothing_equals_transformers() -> None:
     total, count = trainer._loss(output, batch["labels"])
     wanted = LabelSmoother(0.2)(output, batch["labels"], shift_labels=True)
     torch.testing.assert_close(total / count, wanted)
+
+
+def test_a_best_model_of_an_earlier_training_is_not_restored(
+    crew: Crew, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = {
+        **ARGS, "optim": "sgd", "output_dir": str(tmp_path), "eval_strategy": "epoch",
+        "save_strategy": "epoch", "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_odd",
+    }  # fmt: skip
+    data, kept = classified(), []
+    for odd in (1.0, float("nan")):
+        compute = lambda found, odd=odd: {"odd": odd}  # noqa: E731
+        trainer = hp.hf.Trainer(
+            bert(), args, data, data, crew=crew, compute_metrics=compute, **FIXED
+        )
+        trainer.train()
+        kept.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+    assert "eval_odd was a number in no epoch: the last weights stay" in caplog.text
+    assert any(not torch.equal(value, kept[1][name]) for name, value in kept[0].items())
