@@ -36,8 +36,9 @@ class Event(NamedTuple):
 class Failures:
     """How often a cluster's devices fail, and how long repairs take.
 
-    Each failure takes a device or, with the chance `host_share`, all devices of a host. All devices
-    fail equally often. Distances between failures, and repairs, are exponentially distributed.
+    Each failure takes a device or, with the chance `host_share`, all devices of a host. One device
+    is as likely as another, and one host as another, whatever its size. Distances between failures,
+    and repairs, are exponentially distributed.
     """
 
     per_s: float  # of the whole cluster
@@ -56,11 +57,12 @@ class Failures:
 
     def _drawn(self, horizon_s: float, seed: int) -> Iterator[Event]:
         chance = np.random.default_rng(seed)
-        of_host = [host for host in self.hosts for _ in host]
         alone = [np.array([device]) for host in self.hosts for device in host]
+        places = math.lcm(len(alone), len(self.hosts))  # a multiple of both counts
         for time_s in chance.uniform(0.0, horizon_s, chance.poisson(self.per_s * horizon_s)):
-            number = chance.integers(len(alone))
-            devices = (of_host if chance.random() < self.host_share else alone)[number]
+            place = int(chance.integers(places))
+            failing = self.hosts if chance.random() < self.host_share else alone
+            devices = failing[place * len(failing) // places]
             yield Event(time_s, devices, True)
             yield Event(time_s + chance.exponential(self.repair_s), devices, False)
 

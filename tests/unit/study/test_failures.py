@@ -89,6 +89,21 @@ def test_devices_are_lost_as_long_as_repairs_take() -> None:
     assert share(how, chance, 4e5) / 1000 == pytest.approx(math.exp(-100 / 400), abs=0.01)
 
 
+def test_each_host_fails_equally_often() -> None:
+    """The host of one device fails as often as the host of seven."""
+    hosts = [np.arange(1), np.arange(1, 8), np.arange(8, 10)]
+    events = [event for event in Failures(1.0, 1.0, 1.0, hosts).events(3e4, 0) if event.fail]
+    counts = [sum(event.devices[0] == host[0] for event in events) for host in hosts]
+    assert np.array(counts) / len(events) == pytest.approx([1 / 3] * 3, rel=0.03)
+
+
+def test_each_device_fails_equally_often() -> None:
+    hosts = [np.arange(1), np.arange(1, 5)]
+    events = [event for event in Failures(1.0, 1.0, 0.0, hosts).events(3e4, 0) if event.fail]
+    counts = np.bincount([event.devices.item() for event in events])
+    assert counts / len(events) == pytest.approx([1 / 5] * 5, rel=0.04)
+
+
 def slow_clock(how: Policy, events: list[Event], mtbf_s: float, horizon_s: float) -> float:
     """Return the useful mini-batches by a clock of small steps."""
     tick_s = 0.02
