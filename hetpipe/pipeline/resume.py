@@ -109,7 +109,8 @@ def restore(
     load(saved, updates, before.steps)
     training.steps, training.updates, training.not_finite = before.steps, updates, None
     if before.loss_scale is not None:
-        same = all(before.settings.get(n) == settings.get(n) for n in SCALE_SETTINGS)
+        unchanged = {**settings, **before.settings}  # early versions recorded no settings
+        same = all(unchanged[name] == settings[name] for name in SCALE_SETTINGS)
         training.scaling.restore(before.loss_scale, same)
     training.last_save = saved_text(training.steps, saved.directory)
 
