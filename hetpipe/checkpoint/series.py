@@ -150,8 +150,9 @@ class Series:
             self._newest = read(folder)
         except CheckpointError:
             if earlier is not None:
+                assert earlier.directory is not None  # it was read
                 with suppress(CheckpointError):  # the earlier one may be damaged
-                    self._newest = read(earlier.directory or folder)
+                    self._newest = read(earlier.directory)
             raise
         try:
             durable.sync(self.directory)
