@@ -7,7 +7,6 @@ import logging
 import mmap
 import os
 import signal
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -28,6 +27,7 @@ from hetpipe.process import LOOK_S
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.host.isolation import blamed
 from hetpipe.sdk.host.registry import open_device
+from hetpipe.sockets import socket_pair
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.copy_messages import Lend
 from hetpipe.wire.ends import Route, WireEnd
@@ -167,13 +167,13 @@ class ProcessFleet(Fleet):
         self._settings = settings
         self._vigils = [Vigil(silence_s) for _ in orders]
         self._children: list[WorkerProcess] = []
-        pairs = [socket.socketpair() for _ in orders]
+        pairs = [socket_pair() for _ in orders]
         self._channels = [Channel(ours) for ours, _ in pairs]
         self._theirs = [theirs for _, theirs in pairs]
         for channel, order in zip(self._channels, orders, strict=True):
             channel.send(order)
         self._closing = False
-        self._alarm, self._bell = socket.socketpair()
+        self._alarm, self._bell = socket_pair()
         self._thread = threading.Thread(target=self._watch, name="hetpipe crew", daemon=True)
         try:
             _start(self._thread)

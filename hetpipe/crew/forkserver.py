@@ -31,6 +31,7 @@ from contextlib import suppress
 from hetpipe import process
 from hetpipe.errors import WorkerError
 from hetpipe.hosts.guard import guard_process
+from hetpipe.sockets import socket_pair
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import STATUS, Fork
 from hetpipe.worker.blame import summary
@@ -132,7 +133,7 @@ class ForkServer:
     """A process that forks workers. Raises `WorkerError` if the system does not start it."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         with theirs:
             # The server inherits the mask, so Ctrl-C only ever reaches the controller.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -91,6 +91,7 @@ class Door:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             self._server = socket.create_server(address, family=family, backlog=128)
+            self._server.settimeout(None)
         except OSError as error:
             raise ClusterError(
                 f"this host cannot listen on {address[0]} port {address[1]}: {error.strerror}"

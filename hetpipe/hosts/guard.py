@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from hetpipe import process
 from hetpipe.errors import ClusterError
+from hetpipe.sockets import socket_of, socket_pair
 
 
 class _Guard(NamedTuple):
@@ -63,7 +64,7 @@ def _give(descriptor: int) -> None:
 
 
 def _start() -> _Guard:
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket_pair()
     with theirs:
         try:
             started = subprocess.Popen(
@@ -96,7 +97,7 @@ def main(fd: int, guarded: int) -> None:
         watched = os.pidfd_open(guarded)  # a fork of the guarded process may keep the socket open
     except ProcessLookupError:
         return
-    link, held, poll = socket.socket(fileno=fd), set[int](), select.poll()
+    link, held, poll = socket_of(fd), set[int](), select.poll()
     poll.register(link, select.POLLIN)
     poll.register(watched, select.POLLIN)
     stopped, look_s = 0, time.monotonic()  # successive looks, and when the next one is due

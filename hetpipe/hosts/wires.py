@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from hetpipe.hosts.door import Greeting, Visitor
 from hetpipe.hosts.tls import TlsStream, shut
+from hetpipe.sockets import socket_pair
 
 
 class Wires:
@@ -35,7 +36,7 @@ class Wires:
 
     def expect(self, name: str) -> int:
         """Return a descriptor on which the socket of the wire `name` will come to a worker."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         with self._changing:
             arrived = self._arrived.pop(name, None)
             if arrived is None:

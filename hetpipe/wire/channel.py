@@ -48,6 +48,7 @@ class Channel:
     """One end of a socket pair. Any thread may send, one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)  # the user's script may have set a default timeout
         self._socket = sock
         self._sending = threading.Lock()
         self._files = _KeptFiles()

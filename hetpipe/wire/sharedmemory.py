@@ -24,6 +24,7 @@ from hetpipe.cluster.topology import Link
 from hetpipe.errors import BackendError
 from hetpipe.memory import anonymous_file
 from hetpipe.sdk.backend import Buffer, Device, Window
+from hetpipe.sockets import socket_of, socket_pair
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port, Tensor, to_host
 from hetpipe.wire.wire import Array, Kind, Layout, Wire, arrays_in, offsets
 
@@ -85,7 +86,7 @@ def plugs(
     """Return the sending and the receiving end of a new ring, each with its descriptors."""
     port = RingPort.of(wire, direct)
     memory = anonymous_file(port.nbytes)
-    left, right = socket.socketpair()
+    left, right = socket_pair()
     return (port, [memory, left.detach()]), (port, [os.dup(memory), right.detach()])
 
 
@@ -96,7 +97,7 @@ class Ring:
         memory = mmap.mmap(fds[0], port.nbytes)
         os.close(fds[0])
         self._unpin = device.pin(np.frombuffer(memory, np.uint8))
-        self._socket = socket.socket(fileno=fds[1])
+        self._socket = socket_of(fds[1])
         bases = [port.begin + slot * port.slot_nbytes for slot in range(port.slots)]
         self._arrays: list[dict[Kind, list[Array]]] = [
             {kind: arrays_in(memory, layout, base) for kind, layout in wire.layouts.items()}
@@ -136,9 +137,9 @@ class Ring:
         if self.signals == 0:
             try:
                 self.signals = len(self._socket.recv(64, flags))
-            except BlockingIOError:
-                return False
             except OSError as error:
+                if isinstance(error, BlockingIOError) and flags & socket.MSG_DONTWAIT:
+                    return False
                 raise EdgeClosedError from error
             if self.signals == 0:
                 raise EdgeClosedError

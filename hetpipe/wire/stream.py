@@ -25,6 +25,7 @@ from hetpipe.hosts.facts import own_facts
 from hetpipe.hosts.meeting import WIRE
 from hetpipe.hosts.tls import RefusedError, TlsStream, shut
 from hetpipe.sdk.backend import Device
+from hetpipe.sockets import socket_of
 from hetpipe.wire.channel import ALIGN
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
 from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
@@ -96,7 +97,7 @@ class Arrival:
     """The place where the sender's connection comes; `descriptor` gets its socket."""
 
     def __init__(self, descriptor: int) -> None:
-        self._coming = socket.socket(fileno=descriptor)
+        self._coming = socket_of(descriptor)
         self._awaited = False
 
     def accept(self) -> socket.socket:
@@ -106,7 +107,7 @@ class Arrival:
             _, fds, _, _ = socket.recv_fds(self._coming, 1, 1)
         if not fds:
             raise EOFError("the sender has not connected")
-        return socket.socket(fileno=fds[0])
+        return socket_of(fds[0])
 
     def close(self) -> None:
         """Wake the thread that waits here."""
