@@ -102,7 +102,8 @@ class Connection:
         self._numbers = itertools.count(1)
         self._heard = True  # whether bytes have come since the last beat
         self._clocks = Clocks()
-        self._closing = False
+        self._closed = False
+        self._expects_end = False  # whether nobody has to be told of the end
         # Held while the first reason is noted; never while `on_end` runs.
         self._ending = threading.Lock()
         self._reason = ""
@@ -138,21 +139,23 @@ class Connection:
             self._stream.sendall(b"".join((_RECORD.pack(BODY, number, len(piece)), piece)))
 
     def expect_end(self) -> None:
-        """Do not call `on_end` when the other end closes the connection."""
-        self._closing = True
+        """Do not call `on_end` any more. A silent or stuck host is still cut off, which frees the
+        threads that send."""
+        self._expects_end = True
 
     def close(self) -> None:
         """End the connection; `on_end` is not called."""
-        self.expect_end()
+        self._expects_end = self._closed = True
         self._stream.close()
 
     def _end(self, reason: str) -> None:
         with self._ending:
-            if self._reason or self._closing:
+            if self._reason or self._closed:
                 return
             self._reason = reason
         self._stream.close()
-        self._on_end(reason)
+        if not self._expects_end:
+            self._on_end(reason)
 
     def _receive(self) -> None:
         arriving: dict[int, _Arriving] = {}
@@ -199,7 +202,7 @@ class Connection:
         the machine may sleep.
         """
         silent_s = stuck_s = 0.0
-        while not (self._closing or self._reason):
+        while not (self._closed or self._reason):
             begin_s = time.monotonic()
             self._signal(PING, begin_s, 0.0)
             wait_s = BEAT_S if self._clocks.known else BEAT_S / 10

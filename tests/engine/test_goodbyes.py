@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import select
 import sys
 import threading
 import time
+from contextlib import suppress
 from queue import SimpleQueue
 
 import pytest
@@ -15,6 +17,7 @@ from crews import eventually
 from hetpipe.crew.agent import SOON_S, Agent
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.plugboard import Outside
+from hetpipe.errors import WorkerError
 from hetpipe.hosts.connection import Address, Connection
 from hetpipe.hosts.door import Door
 from hetpipe.hosts.facts import own_facts
@@ -72,6 +75,31 @@ def test_an_agent_may_end_while_the_controller_still_closes(
     dismiss([host], failed=False)
     assert not caplog.messages
     assert not host.lost
+
+
+def test_a_goodbye_waits_no_longer_than_the_host_may_be_stuck(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread that sends keeps the stream, and the host reads nothing."""
+    monkeypatch.setattr("hetpipe.hosts.connection.STUCK_S", 1.0)
+    ours, theirs = stream_pair()
+    host = RemoteHost(ours, own_facts("h1"), ("10.0.0.1", 1))
+
+    def send() -> None:
+        with suppress(WorkerError):
+            host.send(Address(1, 0), bytes(64 << 20))
+
+    threading.Thread(target=send, daemon=True).start()
+    assert eventually(lambda: not select.select([], [ours.socket], [], 0)[1], LIMIT_S)
+    dismissing = threading.Thread(
+        target=dismiss, args=([host],), kwargs={"failed": True}, daemon=True
+    )
+    dismissing.start()
+    dismissing.join(LIMIT_S)
+    assert not dismissing.is_alive()
+    assert not caplog.messages
+    assert not host.lost
+    theirs.close()
 
 
 @pytest.mark.parametrize("failed", [False, True])
