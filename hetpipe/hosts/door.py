@@ -1,4 +1,4 @@
-"""The one port on which a host listens, for the control connection and for wires.
+"""The port on which a host listens, for the control connection and for wires.
 
     the host that dials                     the host that listens
     connect ------------------------------> accept
@@ -88,14 +88,7 @@ class Door:
         """Raises `ClusterError` if the address cannot be used, or a package is missing."""
         self._secret, self._facts, self._visitors = secret, facts, visitors
         tls_context(secret, server=True)
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        try:
-            self._server = socket.create_server(address, family=family, backlog=128)
-            self._server.settimeout(None)
-        except OSError as error:
-            raise ClusterError(
-                f"this host cannot listen on {address[0]} port {address[1]}: {error.strerror}"
-            ) from error
+        self._servers: dict[str, socket.socket] = {}  # by the address of this host
         self._shaking: dict[socket.socket, None] = {}  # connections in their handshake
         # Held while `_shaking` or `_refused` changes; never while a socket waits.
         self._changing = threading.Lock()
@@ -103,13 +96,39 @@ class Door:
         self._admitting = threading.Lock()
         self._refused: dict[str, None] = {}
         self._closing = False
-        threading.Thread(target=self._accept, name="hetpipe door", daemon=True).start()
+        self._listen(address)
+
+    def listen_at(self, host: str) -> None:
+        """Listen at a further address of this host, on a free port. Raises `ClusterError`."""
+        if host not in self._servers:
+            self._listen((host, 0))
+            if self._closing:  # meanwhile
+                self.close()
+
+    def _listen(self, address: tuple[str, int]) -> None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        try:
+            server = socket.create_server(address, family=family, backlog=128)
+        except OSError as error:
+            raise ClusterError(
+                f"this host cannot listen on {address[0]} port {address[1]}: {error.strerror}"
+            ) from error
+        server.settimeout(None)
+        self._servers[address[0]] = server
+        threading.Thread(
+            target=self._accept, args=(server,), name="hetpipe door", daemon=True
+        ).start()
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address on which this host listens."""
-        host, port, *_ = self._server.getsockname()
+        """The first address on which this host listens."""
+        host, port, *_ = next(iter(self._servers.values())).getsockname()
         return host, port
+
+    def port_at(self, host: str) -> int:
+        """Return the port on which this host listens at one of its addresses."""
+        server = self._servers.get(host)
+        return self.address[1] if server is None else int(server.getsockname()[1])
 
     @property
     def refused(self) -> list[str]:
@@ -122,15 +141,16 @@ class Door:
 
     def close(self) -> None:
         self._closing = True
-        shut(self._server)
+        for server in [*self._servers.values()]:
+            shut(server)
         with self._changing:
             for sock in self._shaking:
                 _interrupt(sock)
 
-    def _accept(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
         while not self._closing:
             try:
-                sock, (caller, *_) = self._server.accept()
+                sock, (caller, *_) = server.accept()
             except OSError:
                 time.sleep(FULL_S)
                 continue

@@ -247,7 +247,8 @@ class Hosts:
         ahead_s = self._ahead_s(target) - self._ahead_s(source)
         if target != self.own.name:
             return self.others[target].door, ahead_s
-        return (self.others[source].address, self.door.address[1]), ahead_s
+        address = self.others[source].address
+        return (address, self.door.port_at(address)), ahead_s
 
     def near(self, source: str, target: str) -> bool:
         """Return whether the processes of two hosts can share memory."""

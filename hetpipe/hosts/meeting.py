@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -240,7 +240,8 @@ def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Ho
     secret = find_secret(loopback=all(is_loopback(host) for host, _ in addresses))
     facts, wires = own_facts(name), Wires()
     others: list[RemoteHost] = []
-    try:
+    with ExitStack() as undo:
+        undo.callback(dismiss, others, failed=True)
         for address in addresses:
             stream, theirs = _dial(address, secret, facts, Call(CONTROL), limit_s)
             if reason := _refusal(theirs.name, [facts.name, *(other.name for other in others)]):
@@ -248,9 +249,10 @@ def reach(addresses: Sequence[tuple[str, int]], name: str, limit_s: float) -> Ho
                 raise ClusterError(f"{address[0]} port {address[1]}: {reason}")
             others.append(RemoteHost(stream, theirs, address))
         door = Door((others[0].address, 0), secret, facts, {WIRE: wires.visitor})
-    except BaseException:
-        dismiss(others, failed=True)
-        raise
+        undo.callback(door.close)
+        for other in others:
+            door.listen_at(other.address)
+        undo.pop_all()
     for other in others:
         _await_return(other, others, door, partial(dial, other.door, secret, facts, Call(CONTROL)))
     return Hosts(facts, door, wires, secret, others)
@@ -270,6 +272,7 @@ def _await_return(
             with suppress(OSError, ClusterError):
                 stream, facts = dial_again()
                 again = RemoteHost(stream, replace(facts, name=host.name), host.door)
+                door.listen_at(again.address)
                 _await_return(again, others, door, dial_again)
                 others.append(again)
                 if door.is_closed():

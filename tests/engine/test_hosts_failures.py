@@ -272,6 +272,33 @@ def test_an_agent_that_stays_refuses_a_second_training_and_serves_after_a_failed
     assert not list(Path("/proc").glob(f"{agent.pid}/task"))
 
 
+def test_agents_that_reach_the_controller_at_different_addresses_train_together() -> None:
+    """The controller has the stage in the middle, so both agents connect to it."""
+    listen = [free_address(), free_address6()]
+    names = ["h1", "h2"]
+    agents = [
+        start_agent("--stay", "--listen", address, "--name", name)
+        for address, name in zip(listen, names, strict=True)
+    ]
+    devices = [f"{name}/{DEVICE}" for name in ("h1", "h0", "h2")]
+    try:
+        with patched_secret():
+            cluster = Cluster.hosts(
+                agents=listen, name="h0", limit_s=60.0, devices=devices, transport="tcp"
+            )
+            door = _connections(cluster).door
+            ports = {door.port_at("127.0.0.1"), door.port_at("::1")}
+            assert ports <= ports_of(os.getpid())
+            with Crew.start(cluster) as crew:
+                assert len(train(crew, devices, "1f1b")) == 4
+            _connections(cluster).close()
+            assert eventually(lambda: not ports & ports_of(os.getpid()))
+    finally:
+        for agent in agents:
+            agent.send_signal(signal.SIGINT)
+            end(agent)
+
+
 def _once_free(cluster: Any) -> Cluster:
     """Return a cluster, once the agent has ended the last training's workers."""
     end_s = time.monotonic() + LIMIT_S
