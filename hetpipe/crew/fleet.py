@@ -261,6 +261,10 @@ class ProcessFleet(Fleet):
         except EOFError:
             self._died(worker)
             return
+        except HetpipeError as error:  # the worker is not the cause
+            label = self._describe(worker)
+            self.control.fail(f"a message of {label} cannot be received: {error}")
+            return
         except Exception as error:
             self.control.fail(
                 f"{self._describe(worker)} has sent a message that cannot be read: "

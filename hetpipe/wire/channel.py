@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import socket
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from hetpipe.errors import HetpipeError
 from hetpipe.memory import anonymous_file
 from hetpipe.packing import Packed, pack
 
@@ -94,14 +96,17 @@ class Channel:
         self.send(message)
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Return the next message and its descriptors. Raises `EOFError` at the stream's end."""
+        """Return the next message and its descriptors. Raises `EOFError` at the stream's end, and
+        `HetpipeError` if this process may open no further files."""
         message, fds = self.receive_packed()
         return message.unpack(), fds
 
     def receive_packed(self) -> tuple[Packed, list[int]]:
-        """Return the next message as it travels, and its descriptors. Raises `EOFError`."""
+        """Return the next message as it travels, and its descriptors. Raises as `receive`."""
         try:
-            frame, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_FDS)
+            frame, fds, flags, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_FDS)
+            if flags & socket.MSG_CTRUNC:
+                _refuse(fds)
             frame += self._exactly(_HEAD.size - len(frame)) if frame else b""
             if not frame:
                 raise EOFError
@@ -168,6 +173,17 @@ class _KeptFiles:
         with self._taking:
             few = len(self._files) < KEPT_FILES
             return few or any(file.memory[0] == FREE for file in self._files)
+
+
+def _refuse(fds: Sequence[int]) -> NoReturn:
+    """Raise the error for a message that has lost some of its descriptors."""
+    for fd in fds:
+        os.close(fd)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise HetpipeError(
+        f"process {os.getpid()} may open no further files, and a message needs one (its limit is "
+        f"{limit}): close files in the script, or raise the limit (ulimit -n)"
+    )
 
 
 def _copied(fd: int, nbytes: int) -> memoryview:

@@ -188,6 +188,11 @@ def forecasts(device: EarlyDevice) -> tuple[list[str], list[str]]:
 LARGE_NBYTES = 1 << 20
 
 
+def large(device: Any) -> bytes:
+    """Return a reply that needs a file descriptor."""
+    return bytes(LARGE_NBYTES)
+
+
 def without_descriptors(device: Any, nbytes: int) -> bytes:
     """Return a reply that needs a file descriptor after using up all descriptors."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")),) * 2)

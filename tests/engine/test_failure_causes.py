@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import engine_backends
@@ -51,6 +54,38 @@ def test_a_lack_of_file_descriptors_is_explained() -> None:
     text = f"failed.*: OSError: .*{os.strerror(errno.EMFILE)}"
     with start() as crew, pytest.raises(WorkerError, match=text):
         crew.call(["m0"], "engine_backends:without_descriptors", engine_backends.LARGE_NBYTES)
+
+
+@contextmanager
+def no_further_files() -> Iterator[None]:
+    """Let this process open no further files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)  # the system gives the lowest number
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+NO_FILES = "may open no further files, .* raise the limit"
+
+
+def test_a_channel_without_room_for_descriptors_says_so() -> None:
+    left, right = (Channel(end) for end in socket.socketpair())
+    left.send("two", [0, 1])
+    with no_further_files(), pytest.raises(HetpipeError, match=NO_FILES):
+        right.receive()
+    left.close()
+    right.close()
+
+
+def test_no_worker_is_lost_if_the_controller_may_open_no_further_files() -> None:
+    with start() as crew, no_further_files():
+        with pytest.raises(WorkerError, match=f"'m0' .* cannot be received: .*{NO_FILES}"):
+            crew.call(["m0"], "engine_backends:large")
+        assert not crew.lost
 
 
 REFUSED = "the system allows no more processes or threads .*ulimit -u.* raise the limit"
