@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hetpipe.cluster.topology import Link
@@ -40,6 +41,15 @@ class NearPort(Port):
 
     def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
         return _NearInlet(Arrival(fds[0]), wire, device)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process has no memory any more. While it ends, the system refuses its files
+    as files of root."""
+    try:
+        return Path(f"/proc/{process}/statm").read_text().startswith("0 ")
+    except OSError:
+        return True
 
 
 class _NearOutlet(RingOutlet):
@@ -82,6 +92,8 @@ class _NearInlet(Inlet):
             memory = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
         except OSError as error:
             sock.close()
+            if isinstance(error, FileNotFoundError) or _has_ended(process):
+                raise EdgeClosedError(f"process {process}, the sender, has ended") from error
             raise WorkerError(
                 f"the system does not let this process open memory of process {process}, a worker "
                 f'of another host of this machine: {error}; use transport="tcp"'

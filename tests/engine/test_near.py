@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from agents import hosts
+from crews import eventually, has_ended
 
 from hetpipe.capture.program import INPUT, Slot
 from hetpipe.cluster.topology import Link
@@ -58,6 +59,10 @@ def ends() -> Iterator[tuple[Outlet, Inlet]]:
         door.close()
 
 
+def refuse(path: str, flags: int) -> int:
+    raise PermissionError(13, "Permission denied", path)
+
+
 def test_messages_pass_before_and_after_the_receiver_opens_the_memory() -> None:
     with ends() as (outlet, inlet):
         assert outlet.immediate()
@@ -83,12 +88,45 @@ def test_the_receiver_notices_that_the_sender_is_gone() -> None:
             inlet.receive(FORWARD)
 
 
+@pytest.mark.parametrize("is_zombie", [False, True])
+def test_the_receiver_notices_that_the_sender_has_ended_before_the_first_message(
+    is_zombie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import time\n"
+        "from test_near import *\n"
+        "address = ('127.0.0.1', int(sys.argv[1]))\n"
+        "port = NearPort(StreamPort('crew/1', SECRET, False, address, 0.0))\n"
+        "outlet = port.outlet(THE_WIRE, DEVICE, Link(), [])\n"
+        "print(flush=True)\n"
+        "time.sleep(60)"
+    )
+    wires = Wires()
+    wires.open("crew")
+    door = Door(("127.0.0.1", 0), SECRET, own_facts("b"), {WIRE: wires.visitor})
+    port = NearPort(StreamPort("crew/1", SECRET, False, None, 0.0))
+    inlet = port.inlet(THE_WIRE, DEVICE, [wires.expect("crew/1")])
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(door.address[1])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+    ) as sender:
+        assert sender.stdout is not None
+        assert sender.stdout.readline()
+        sender.kill()
+        if not is_zombie:
+            sender.wait()
+        assert eventually(lambda: has_ended(sender.pid))
+        if is_zombie and os.geteuid() == 0:
+            monkeypatch.setattr(near.os, "open", refuse)
+        with pytest.raises(EdgeClosedError, match="the sender, has ended"):
+            inlet.receive(FORWARD)
+    inlet.close()
+    door.close()
+
+
 def test_memory_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with ends() as (_, inlet):
-
-        def refuse(path: str, flags: int) -> int:
-            raise PermissionError(13, "Permission denied", path)
-
         monkeypatch.setattr(near.os, "open", refuse)
         text = f'memory of process {os.getpid()}, .* Permission denied.* use transport="tcp"'
         with pytest.raises(WorkerError, match=text):
