@@ -51,8 +51,11 @@ def parse_address(text: str) -> tuple[str, int]:
         port = rest.removeprefix(":")
     elif text.count(":") == 1:
         name, _, port = text.partition(":")
-    if not name or (port and not port.isdecimal()) or int(port or 0) > 65535:
-        raise ClusterError(f"{text!r} is no address; write HOST:PORT, for example 10.0.0.1:{PORT}")
+    is_port = not port or (port.isdecimal() and len(port) <= 5 and int(port) <= 65535)
+    if not name or not is_port:
+        raise ClusterError(
+            f"{short(text)} is no address; write HOST:PORT, for example 10.0.0.1:{PORT}"
+        )
     return resolve(name), int(port or PORT)
 
 
@@ -66,6 +69,10 @@ def resolve(name: str) -> str:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ClusterError(f"no host {name!r}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ClusterError(
+            f"{short(name)} cannot be the name of a host: between its dots are 1 to 63 characters"
+        ) from error
     addresses = [str(each[4][0]) for each in found]
     outside = [address for address in addresses if not is_loopback(address)]
     if not outside and not _means_loopback(name):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hetpipe.caches import temporary
 from hetpipe.errors import ClusterError
+from hetpipe.files import user_path
 
 FILE = "HETPIPE_SECRET_FILE"
 TEXT = "HETPIPE_SECRET"
@@ -30,9 +31,9 @@ def find_secret(*, loopback: bool) -> bytes:
     `ClusterError` if there is no secret, or if it is short or can be read by other users.
     """
     if path := os.environ.get(FILE, ""):
-        return _checked(_read(Path(path).expanduser()), path)
+        return _checked(_read(user_path(path, ClusterError)), path)
     if text := os.environ.get(TEXT, ""):
-        return _checked(text.encode(), TEXT)
+        return _checked(text.encode(errors="surrogateescape"), TEXT)
     if not loopback:
         raise ClusterError(f"hosts need a shared secret, and this one has none: {CURE}")
     return _own_secret(temporary() / "secret")

@@ -507,6 +507,21 @@ def test_a_spoiled_secret_is_refused_with_a_cure(
         find_secret(loopback=True)
 
 
+@pytest.mark.parametrize("path", ["~nosuch/hetpipe.secret", "~nosuch"])
+def test_a_secret_in_an_unknown_home_folder_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETPIPE_SECRET_FILE", path)
+    with pytest.raises(ClusterError, match="the home folder ~nosuch is unknown"):
+        find_secret(loopback=True)
+
+
+def test_a_secret_may_have_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = b"a secret of \xff and \xc3\xa4"
+    monkeypatch.setitem(os.environb, b"HETPIPE_SECRET", secret)
+    assert find_secret(loopback=False) == secret
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_a_secret_of_another_user_is_refused(file: Path) -> None:
     os.chown(file, 12345, -1)

@@ -40,6 +40,25 @@ def test_addresses_of_both_families_are_read() -> None:
     assert meeting.parse_address("127.0.0.1") == ("127.0.0.1", meeting.PORT)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("10.0.0..1:29400", r"'10\.0\.0\.\.1' cannot be the name"),
+        (".lab:29400", "'.lab' cannot be the name"),
+        ("a" * 70, "cannot be the name of a host: .* 1 to 63 characters"),
+        ("a\0b:29400", "no host"),
+        ("10.0.0.1:65536", "is no address; write HOST:PORT"),
+        ("10.0.0.1:" + "9" * 5000, "is no address; write HOST:PORT"),
+        ("10.0.0.1:x", "is no address; write HOST:PORT"),
+        (":29400", "is no address; write HOST:PORT"),
+    ],
+)
+def test_text_that_is_no_address_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ClusterError, match=words) as refused:
+        meeting.parse_address(text)
+    assert len(str(refused.value)) < 200
+
+
 def test_a_rank_0_that_is_said_to_be_here_and_is_not_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
