@@ -69,6 +69,8 @@ def stay(address: tuple[str, int], name: str) -> None:
                 reason = Agent(stream, controller, Outside(wires, secret)).serve()
             except Exception as error:
                 reason = summary(error)
+            finally:
+                stream.close()  # nobody has closed it if the agent could not begin
             _say(f"no longer works for {controller.name}{reason and ': '}{reason}")
             served.clear()
     finally:

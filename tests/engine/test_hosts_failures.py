@@ -8,12 +8,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -33,16 +34,19 @@ from test_hosts import DEVICE, train
 from test_listening import ports_of
 
 from hetpipe.cluster import Cluster
+from hetpipe.crew.agent import stay
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError, HetpipeError, WorkerError
 from hetpipe.hosts.connection import Address, Connection
+from hetpipe.hosts.door import Call, dial
 from hetpipe.hosts.facts import own_facts
 from hetpipe.hosts.hosts import Hosts
-from hetpipe.hosts.meeting import call, parse_address
+from hetpipe.hosts.meeting import CONTROL, call, parse_address
 from hetpipe.hosts.tls import TlsStream
 from hetpipe.hosts.wires import Wires
 from hetpipe.wire.stream import StreamPort
 
+T = TypeVar("T")
 RIGHT = SECRET.encode()
 LIMIT_S = 30.0  # far beyond what a quiet machine needs
 
@@ -299,14 +303,41 @@ def test_agents_that_reach_the_controller_at_different_addresses_train_together(
             end(agent)
 
 
-def _once_free(cluster: Any) -> Cluster:
-    """Return a cluster, once the agent has ended the last training's workers."""
+def test_an_agent_that_cannot_begin_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refusals: list[BaseException] = [ClusterError("no guard"), SystemExit()]
+
+    def refuse(*_: Any) -> Any:
+        raise refusals.pop(0)
+
+    def serve() -> None:
+        with suppress(SystemExit):
+            stay(address, "h1")
+
+    monkeypatch.setattr("hetpipe.crew.agent.Agent", refuse)
+    address = parse_address(free_address())
+    with patched_secret():
+        agent = threading.Thread(target=serve, daemon=True)
+        agent.start()
+        for _ in range(2):
+            stream = _once_free(lambda: dial(address, RIGHT, own_facts("h0"), Call(CONTROL))[0])
+            stream.socket.settimeout(LIMIT_S)
+            with pytest.raises(EOFError, match="closed the connection"):
+                stream.receive(1)
+            stream.close()
+        agent.join(LIMIT_S)
+    assert not agent.is_alive()
+    assert "no longer works for h0: no guard" in capfd.readouterr().out
+
+
+def _once_free(connect: Callable[[], T]) -> T:
+    """Connect once the agent listens and has ended the last training's workers."""
     end_s = time.monotonic() + LIMIT_S
     while True:
         try:
-            found: Cluster = cluster()
-            return found
-        except ClusterError:
+            return connect()
+        except (ClusterError, OSError):
             if time.monotonic() > end_s:
                 raise
             time.sleep(0.1)
