@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from hetpipe.hosts.guard import guard_connection
 from hetpipe.hosts.pulse import has_answered, lost_way
 from hetpipe.hosts.tls import TlsStream
+from hetpipe.hosts.uninterrupted import call_uninterrupted
 from hetpipe.packing import Packed, pack
 
 PIECE_NBYTES = 256 * 1024
@@ -123,8 +124,15 @@ class Connection:
         return self._clocks.at(time.monotonic())
 
     def send(self, address: Address, message: Any) -> None:
-        """Send a picklable object, or a packed one. Raises `OSError`."""
+        """Send a picklable object, or a packed one. Raises `OSError`.
+
+        An interrupt is raised when the message has left, because half a message, or half a record
+        of TLS, would make the connection useless.
+        """
         parts = pack(message).parts
+        call_uninterrupted(lambda: self._send(address, parts))
+
+    def _send(self, address: Address, parts: Sequence[Any]) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
         sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
         head = _HEAD.pack(*address, len(parts)) + sizes

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hetpipe.errors import HetpipeError
+from hetpipe.hosts.uninterrupted import Holder, is_held
 
 HELD = (signal.SIGINT, signal.SIGTERM)
 """Signals that wait for the end of a call, if their handlers are Python functions."""
@@ -87,7 +88,7 @@ class Guard:
         return os.getpid() == self._owner
 
 
-class _HeldSignals:
+class _HeldSignals(Holder):
     """Holds the signals that arrive during a call, and runs their handlers when the call has ended.
 
     Only the main thread can hold signals, and only there can a handler raise an error. A call
@@ -108,7 +109,7 @@ class _HeldSignals:
         try:
             for number in HELD:
                 handler = signal.getsignal(number)
-                if callable(handler) and not _is_held(handler):
+                if callable(handler) and not is_held(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._arrived)
         except BaseException:
@@ -141,8 +142,3 @@ class _HeldSignals:
         self.broken = True
         self._handlers[number](number, frame)
         self.broken = False
-
-
-def _is_held(handler: object) -> bool:
-    """Whether a handler belongs to a surrounding call."""
-    return isinstance(getattr(handler, "__self__", None), _HeldSignals)
