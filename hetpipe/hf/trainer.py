@@ -28,8 +28,6 @@ from hetpipe.pipeline.options import Options, UpdateOptions
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.words import words
 
-log = logging.getLogger("hetpipe")
-
 if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Unpack
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
 
 LABELS = "labels"
+log = logging.getLogger("hetpipe")
 
 
 class Numbered(Protocol):

@@ -181,8 +181,8 @@ def _searched(
 
 def _can_train(captured: Captured, plan: Plan, sizes: Collection[int]) -> bool:
     """Whether every replica gets as many rows of micro-batches of these sizes as the model needs:
-    one or, with batch norm, two."""
-    if max(plan.replicas) == 1 or not plan.rule.flushes:
+    one or, with batch norm, two. A pipeline that only predicts has no such sizes."""
+    if not sizes or max(plan.replicas) == 1 or not plan.rule.flushes:
         return True
     try:
         rows = (

@@ -49,10 +49,13 @@ def test_a_plan_without_replicas_gets_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "needed", "replicas"), [(2, 1, 2), (1, 1, 1), (4, 2, 2), (3, 2, 1)]
+    ("sizes", "needed", "replicas"),
+    [([8, 2], 1, 2), ([8, 1], 1, 1), ([8, 4], 2, 2), ([8, 3], 2, 1), ([], 1, 2)],
 )
-def test_replicas_can_train_the_smallest_micro_batch(size: int, needed: int, replicas: int) -> None:
-    """The model needs some rows: two, if it has a batch norm."""
+def test_replicas_can_train_the_smallest_micro_batch(
+    sizes: list[int], needed: int, replicas: int
+) -> None:
+    """The model needs some rows: two, if it has a batch norm. It may have no training."""
 
     def layer_graph(rows: int) -> None:
         if rows < needed:
@@ -63,7 +66,7 @@ def test_replicas_can_train_the_smallest_micro_batch(size: int, needed: int, rep
     before = plan_on(tables, CLUSTER, PlannerOptions(64, (8,), ("1f1b",)))
     assert before.replicas == (2,)
     present = make_plan(tables[8], MEMBERS[:1], mini_batch=64, microbatches=8)
-    plan, _ = plan_for(captured, CLUSTER, before, present, tables, [8, size])
+    plan, _ = plan_for(captured, CLUSTER, before, present, tables, sizes)
     assert max(plan.replicas) == replicas
 
 
