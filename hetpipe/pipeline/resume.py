@@ -110,7 +110,7 @@ def restore(
     training.steps, training.updates, training.not_finite = before.steps, updates, None
     if before.loss_scale is not None:
         unchanged = {**settings, **before.settings}  # early versions recorded no settings
-        same = all(unchanged[name] == settings[name] for name in SCALE_SETTINGS)
+        same = all(unchanged.get(name) == settings.get(name) for name in SCALE_SETTINGS)
         training.scaling.restore(before.loss_scale, same)
     training.last_save = saved_text(training.steps, saved.directory)
 
