@@ -65,9 +65,10 @@ class Pipeline(Protocol):
 class State:
     """The state of a fit, for callbacks; they call its methods, and change nothing else.
 
-    `names` are the values that each epoch will have, such as `loss` and `accuracy`. `epoch` and
-    `batch` count from 1; before the first mini-batch of an epoch `batch` is 0. `batches` is the
-    number of mini-batches of an epoch, if it is known. `update` is the number of the last update.
+    `names` are the values that each epoch will have, such as `loss` and `accuracy`; with
+    `more_names`, a metric may give values under other names. `epoch` and `batch` count from 1;
+    before the first mini-batch of an epoch `batch` is 0. `batches` is the number of mini-batches of
+    an epoch, if it is known. `update` is the number of the last update.
     `error` is the exception that ended the fit, or None.
     """
 
@@ -80,6 +81,7 @@ class State:
     batch: int = 0
     update: int = 0
     resumed: bool = False
+    more_names: bool = False
     stopping: bool = False
     error: BaseException | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from hetpipe.callbacks.base import Callback, State
@@ -25,13 +26,21 @@ class Monitor(Callback):
 
     def begin(self, state: State) -> None:
         """Raise `HetpipeError` if no epoch will have the value."""
-        if self.monitor not in state.names:
-            hint = choices(self.monitor, state.names)
-            raise HetpipeError(f"monitor={self.monitor!r}: no epoch has this value; {hint}")
+        if not state.more_names:
+            self._check(state.names)
+
+    def epoch(self, state: State, row: Epoch) -> None:
+        """Raise `HetpipeError` if the epoch lacks the value."""
+        self._check(row.values)
 
     def best(self, state: State) -> Epoch | None:
         """Return the best epoch so far."""
         return state.history.best(self.monitor, self.mode)
+
+    def _check(self, names: Iterable[str]) -> None:
+        if self.monitor not in names:
+            hint = choices(self.monitor, names)
+            raise HetpipeError(f"monitor={self.monitor!r}: no epoch has this value; {hint}")
 
 
 class BestCheckpoint(Monitor):
@@ -43,6 +52,7 @@ class BestCheckpoint(Monitor):
 
     def epoch(self, state: State, row: Epoch) -> None:
         """Save if this epoch is the best."""
+        super().epoch(state, row)
         if self.best(state) is row:
             state.pipeline.save(self.folder)
 
@@ -63,6 +73,7 @@ class EarlyStopping(Monitor):
 
     def epoch(self, state: State, row: Epoch) -> None:
         """Stop if the patience has ended."""
+        super().epoch(state, row)
         self._stop_if_due(state)
 
     def _stop_if_due(self, state: State) -> None:

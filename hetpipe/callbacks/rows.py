@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from itertools import chain
 from pathlib import Path
 
 from hetpipe.callbacks.base import Callback, State
@@ -12,7 +13,10 @@ from hetpipe.files import user_path, write_beside
 
 
 class CSV(Callback):
-    """Writes a row for each epoch, under the names of its values. A resumed fit keeps its rows."""
+    """Writes a row for each epoch, under the names of its values. A resumed fit keeps its rows.
+
+    A value that an epoch lacks is empty.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = user_path(path)
@@ -27,11 +31,9 @@ class CSV(Callback):
 
     def _write(self, state: State) -> None:
         text = io.StringIO()
-        table = csv.DictWriter(text, [*COUNTS, *state.names], lineterminator="\n")
+        rows = state.history.rows()
+        names = dict.fromkeys(chain.from_iterable(rows or [[*COUNTS, *state.names]]))
+        table = csv.DictWriter(text, names, lineterminator="\n")
         table.writeheader()
-        names = {*table.fieldnames}
-        table.writerows(
-            {name: value for name, value in row.items() if name in names}
-            for row in state.history.rows()
-        )
+        table.writerows(rows)
         write_beside(self.path, text.getvalue())

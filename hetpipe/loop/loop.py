@@ -42,7 +42,7 @@ class Loop:
         self._accumulate = accumulate
         self._most = (task.settings.save_every or 0) * accumulate  # mini-batches between two saves
         self._last = None if task.folder is None else task.folder / "last"
-        self._state = State(pipe, task.epochs, task.names, History())
+        self._state = State(pipe, task.epochs, task.names, History(), more_names=task.more_names)
         self._position = Position()
         self._chance: tuple[Any, list[Any]] | None = None  # at the begin of the epoch
         self._loader: Any = ()  # of the epoch

@@ -112,6 +112,11 @@ class Task:
         """The losses and metrics that each epoch will have."""
         return (*LOSSES, *self.metrics) if self.eval_data is not None else LOSSES[:1]
 
+    @property
+    def more_names(self) -> bool:
+        """Whether a metric may return a dict of values, whose names replace the metric's."""
+        return any(hasattr(metric, "update") for metric in self.metrics.values())
+
 
 def task_of(
     epochs: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import signal
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from fits import Record, accuracy, data, loader, model, open_fit
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.callbacks import BestCheckpoint, EarlyStopping
+from hetpipe.callbacks import CSV, BestCheckpoint, EarlyStopping
 from hetpipe.checkpoint import load
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, NotFiniteError
@@ -164,6 +165,33 @@ def test_the_best_checkpoint_and_an_early_end(
     assert found.epoch == best
     assert load(tmp_path / "best").manifest["step"] == 7 * best
     assert load(tmp_path / "last").manifest["step"] == 7 * epochs
+
+
+class Scores(Declining):
+    """A metric with a dict of values."""
+
+    def compute(self) -> dict[str, float]:  # type: ignore[override]
+        return {"score": super().compute(), "samples_seen": self.samples}
+
+
+def test_values_of_a_dict_are_watched_and_written(crew: Crew, tmp_path: Path) -> None:
+    table = CSV(tmp_path / "log.csv")
+    with open_fit(crew) as pipe:
+        history = pipe.fit(
+            loader(), 9, eval_data=[data(1)], metrics={"scores": Scores()}, callbacks=[table],
+            monitor="score", patience=1,
+        )  # fmt: skip
+        with pytest.raises(HetpipeError, match=r"'scores': no epoch has this value; .*score"):
+            pipe.fit(
+                loader(), 1, eval_data=[data(1)], metrics={"scores": Scores()},
+                monitor="scores", patience=1,
+            )  # fmt: skip
+    assert len(history.epochs) == 3
+    rows = list(csv.DictReader(table.path.read_text().splitlines()))
+    assert [(float(row["score"]), row["samples_seen"]) for row in rows] == [
+        (0.5, "26.0"), (1.0, "26.0"), (0.5, "26.0")
+    ]  # fmt: skip
+    assert "scores" not in rows[0]
 
 
 def poisoned(epoch: int) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,6 +69,16 @@ def test_a_table_has_the_rows_before_a_resume(tmp_path: Path) -> None:
     )
     with pytest.raises(HetpipeError, match="cannot write"):
         CSV("/dev/null/log.csv").begin(now)
+
+
+def test_a_table_has_all_values_of_all_epochs(tmp_path: Path) -> None:
+    table, now = CSV(tmp_path / "log.csv"), state(epoch(1))
+    now.history.epochs.append(replace(epoch(2), metrics={"f1": 0.5, "recall": 1.0}))
+    table.epoch(now, now.history.epochs[-1])
+    assert table.path.read_text() == (
+        "epoch,samples,updates,update,took_s,loss,eval_loss,accuracy,f1,recall\n"
+        "1,8,2,2,0.25,1.5,2.0,0.5,,\n2,8,2,4,0.25,0.75,2.0,,0.5,1.0\n"
+    )
 
 
 def test_the_best_epoch() -> None:
