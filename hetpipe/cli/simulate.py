@@ -11,9 +11,11 @@ from hetpipe.cli import complete
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 from hetpipe.cli.study import DrawingOptions, cluster_from
-from hetpipe.errors import PlanError
+from hetpipe.errors import CostError, PlanError
 
 if TYPE_CHECKING:
+    from hetpipe.cost.table import CostTable
+    from hetpipe.plan.plan import Plan
     from hetpipe.plan.simulation import Simulation
     from hetpipe.report.tables import Table
 
@@ -40,7 +42,6 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Simulate a plan: step time, bubble and peak memory of each worker, bytes on each link."""
-    from hetpipe.cost.importers import read_costs
     from hetpipe.explain.tracing import details_of
     from hetpipe.plan.plan_file import read_plan
     from hetpipe.plan.simulation import simulate
@@ -49,7 +50,7 @@ def command(
     drawing.check()
     kept, table = read_plan(plan)
     if costs is not None:
-        table = read_costs(costs)
+        table = costs_of(kept, costs)
     if table is None:
         raise PlanError(
             f"{plan} has no costs: give --costs FILE, which `hetpipe profile --json FILE` writes"
@@ -63,6 +64,24 @@ def command(
     details = details_of(simulation.plan, simulation)
     drawing.draw(output, [simulation.timeline], f"{kept.model}, {kept.schedule}", details)
     output.finish(simulation.to_json())
+
+
+def costs_of(plan: Plan, path: Path) -> CostTable:
+    """Read the costs of a plan's model, for micro-batches of the plan's size. Raises `CostError`
+    for other costs."""
+    from hetpipe.cost.importers import read_costs
+    from hetpipe.plan.plan_file import check_fit
+    from hetpipe.records import Source
+
+    table, source = read_costs(path), Source("the costs", CostError, str(path))
+    check_fit(plan, table, source)
+    if table.samples != plan.share_samples:
+        why = (
+            f"is {table.samples}, and a device gets {plan.share_samples} samples of each "
+            f"micro-batch: profile with --microbatches {plan.microbatches}"
+        )
+        raise source.fault(("samples",), why)
+    return table
 
 
 def worker_table(simulation: Simulation) -> Table:

@@ -36,7 +36,7 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
     if costs is None:
         return plan, None
     table = table_from_json(costs, f"{path}: costs")
-    _check_fit(plan, table, Source("the plan", PlanError, str(path)))
+    check_fit(plan, table, Source("the plan", PlanError, str(path)), "costs")
     return plan, table
 
 
@@ -54,16 +54,17 @@ def _workload(data: Any, path: Path) -> str:
     return name
 
 
-def _check_fit(plan: Plan, table: CostTable, source: Source) -> None:
-    """Raise `PlanError` if the costs belong to another model or lack a device."""
+def check_fit(plan: Plan, table: CostTable, source: Source, *place: str) -> None:
+    """Raise the source's error if the costs belong to another model or lack a device. `place` is
+    the place of the costs in the source."""
     names = tuple(layer.name for layer in table.layers)
     if names != plan.layers:
         why = (
             f"has {len(names)} layers that are not the plan's {len(plan.layers)} layers: give "
             "costs of the plan's model"
         )
-        raise source.fault(("costs", "layers"), why)
+        raise source.fault((*place, "layers"), why)
     for device in plan.all_devices:
         if device not in table.devices:
             why = f"has {words(table.devices)} and lacks {short(device)}, which the plan names"
-            raise source.fault(("costs", "devices"), why)
+            raise source.fault((*place, "devices"), why)
