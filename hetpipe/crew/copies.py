@@ -52,6 +52,7 @@ class Memories:
         self.most = most
         self._loading: object = None
         self._of: dict[int, list[Memory]] = {}  # by worker, the one to use next first
+        self.are_new = False  # whether one has been lent for the copy that begins next
 
     def next(
         self, worker: int, loading: object, lend: Callable[[], Memory | None]
@@ -67,6 +68,7 @@ class Memories:
             if (lent := lend()) is None:
                 return None
             own.insert(0, lent)
+            self.are_new = True
         own.append(memory := own.pop(0))
         return memory
 
@@ -86,14 +88,16 @@ class Copies:
         self._arriving: dict[Key, Array] = {}
         self._mark: object = None
         self._begin_s = 0.0
+        self._is_first = False  # whether the copy is the first into a memory
         self._recent_s: deque[float] = deque(maxlen=RECENT)
         self.memories = Memories(most)
         self.latest: Kept | None = None
 
     @property
     def typical_s(self) -> float:
-        """Seconds of a copy: the median of the latest ones, or the shorter of two. The first copies
-        into new memory take longer, and so may a single one. 0 before the first."""
+        """Seconds of a copy: the median of the latest ones, or the shorter of two, since a single
+        one may take longer. The first copies into lent memory do, and do not count. 0 before the
+        others."""
         return median_low(self._recent_s) if self._recent_s else 0.0
 
     def begin(
@@ -109,7 +113,8 @@ class Copies:
             if self.memories.most == 1:
                 self.latest = None
             self._places = dict(places)
-            self._begin_s = time.monotonic()
+            self._begin_s, self._is_first = time.monotonic(), self.memories.are_new
+            self.memories.are_new = False
             if not keys:
                 self._complete()
 
@@ -130,7 +135,8 @@ class Copies:
     def _complete(self) -> None:
         took_s = time.monotonic() - self._begin_s
         self.latest = Kept(self._arriving, self._mark, took_s)
-        self._recent_s.append(took_s)
+        if not self._is_first:
+            self._recent_s.append(took_s)
         self._number, self._arriving, self._places = 0, {}, {}
         self._changed.notify_all()
 
