@@ -16,7 +16,15 @@ from typing import Any
 from unittest.mock import patch
 
 import hetpipe as hp
-from benchmarks.survivalcost import DEVICE, batches_of, block_s, compare, opened, pinned
+from benchmarks.survivalcost import (
+    DEVICE,
+    OPENINGS,
+    batches_of,
+    block_s,
+    compare,
+    opened,
+    pinned,
+)
 from hetpipe.cluster.parts import without
 from hetpipe.pipeline import absent, survivors
 from hetpipe.pipeline.journal import Recorded
@@ -32,8 +40,8 @@ SETTLED = 3 * WINDOW + 1
 """Steps after which a recovered pipeline has moved its layers, if that pays."""
 WITHIN = 4.0
 """A worker is killed within this number of steps after the warm-up."""
-BLOCK, PAIRS_S = 20, 60.0
-"""The steps of a block, and the seconds of all pairs of blocks."""
+BLOCK, PAIRS_S = 15, 20.0
+"""The steps of a block, and the seconds of all pairs of blocks of two pipelines."""
 PLACES: dict[str, tuple[Any, str]] = {
     "recovery": (Survival, "_recover"),
     "close": (Survival, "_remove_lost"),
@@ -133,8 +141,9 @@ def recover(pipe: hp.Pipeline, batches: Iterator[Any], member: str, after_s: flo
 
 
 def main(model: str, losses: int, seed: int) -> None:
-    """Print the seconds after losses, and the steps after the last loss."""
+    """Print the seconds after losses, and the steps after the last losses."""
     draw, batches, found = random.Random(seed), batches_of(model), []
+    ratios: list[tuple[float, float]] = []
     with one_thread(), patch.object(absent, "FIRST_S", 1e9):  # a lost worker stays away
         cluster = pinned(DEVICES)
         for number in range(-len(DEVICES), losses):
@@ -152,8 +161,14 @@ def main(model: str, losses: int, seed: int) -> None:
                     flush=True,
                 )
                 found += [each.phases_s] if number >= 0 else []
-                if number == losses - 1:
-                    afterwards(model, pipe, batches)
+                if number >= losses - OPENINGS:
+                    ratios.append(afterwards(model, pipe, batches))
+    for kind, own in zip(("a recovered", "another new"), zip(*ratios, strict=True), strict=True):
+        print(
+            f"{model}: throughput of {kind} pipeline over that of a new one: median "
+            f"{statistics.median(own):.3f} (spread {spread_of(own):.3f}, {min(own):.3f} to "
+            f"{max(own):.3f}, {len(own)} pairs of pipelines; measured; bar 0.95)"
+        )
     for name in found[0]:
         times_s = [each[name] for each in found]
         print(
@@ -162,22 +177,30 @@ def main(model: str, losses: int, seed: int) -> None:
         )
 
 
-def afterwards(model: str, pipe: hp.Pipeline, batches: Iterator[Any]) -> None:
-    """Compare steps of a recovered pipeline with steps of a new one on the remaining devices."""
+def afterwards(model: str, pipe: hp.Pipeline, batches: Iterator[Any]) -> tuple[float, float]:
+    """Compare steps of a recovered pipeline with steps of a new one on the remaining devices.
+
+    Return the ratio of their throughputs, and the ratio of two new pipelines.
+    """
     left = without(pinned(DEVICES), pipe.lost[0].members)
-    with opened(model, left, survive="auto") as fresh:
-        print(f"recovered: {pipe.plan}\nfresh: {fresh.plan}", flush=True)
-        for each in (pipe, fresh):
+    with (
+        opened(model, left, survive="auto") as fresh,
+        opened(model, left, survive="auto") as other,
+    ):
+        print(f"recovered: {pipe.plan}\nnew: {fresh.plan}\nnew: {other.plan}", flush=True)
+        for each in (pipe, fresh, other):
             block_s(each, batches, SETTLED)
         print(f"settled: {pipe.plan}", flush=True)
-        end_s, ratios, busy = time.monotonic() + PAIRS_S, [], [0.0, 0.0]
-        for times_s, busy_s in compare((pipe, fresh), batches, BLOCK, end_s):
-            ratios.append(times_s[1] / times_s[0])
-            busy = [one + other for one, other in zip(busy, busy_s, strict=True)]
+        ratios = [median_ratio(each, fresh, batches) for each in (pipe, other)]
     print(
-        f"{model}: throughput after a recovery over that of a new pipeline with survive='auto': "
-        f"{statistics.median(ratios):.3f} (spread {spread_of(ratios):.3f}, {min(ratios):.3f} to "
-        f"{max(ratios):.3f}, {len(ratios)} pairs), by CPU {busy[1] / busy[0]:.3f}; bar 0.95 "
-        "(measured)",
+        f"{model}: throughput of a recovered pipeline over that of a new one "
+        f"{ratios[0]:.3f}, of another new one {ratios[1]:.3f} (measured)",
         flush=True,
     )
+    return ratios[0], ratios[1]
+
+
+def median_ratio(pipe: hp.Pipeline, fresh: hp.Pipeline, batches: Iterator[Any]) -> float:
+    """Return the throughput of a pipeline over that of a new one, in alternating blocks."""
+    pairs = compare((pipe, fresh), batches, BLOCK, time.monotonic() + PAIRS_S)
+    return statistics.median(times_s[1] / times_s[0] for times_s, _ in pairs)
