@@ -21,11 +21,22 @@ from hetpipe.records import Count, Entries, Source
 from hetpipe.wire.wire import host_dtype
 
 if TYPE_CHECKING:
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.optim.rule import Optimizer
 
 ROLES = (PARAM, BUFFER, STATE)
 SCALE_SETTINGS = ("precision", "loss_scale")
 """The settings that choose the loss scale."""
+
+
+class _WithCluster(Protocol):
+    @property
+    def cluster(self) -> Cluster: ...
+
+
+class _WithCrew(Protocol):
+    @property
+    def crew(self) -> _WithCluster: ...
 
 
 class Saved(Protocol):
@@ -37,6 +48,10 @@ class Saved(Protocol):
     scaling: Scaling
     last_save: str
     """A text for messages that names the last checkpoint."""
+
+    @property
+    def setup(self) -> _WithCrew:
+        """The crew, and everything else that the training was made with."""
 
     @property
     def plan(self) -> Plan:
@@ -79,6 +94,7 @@ def manifest_of(
         "step": training.steps,
         "updates": list(training.updates),
         "plan": json.loads(json.dumps(training.plan.to_json())),  # turns tuples into lists
+        "members": list(training.setup.crew.cluster.ids),
         "optimizer": _described(optimizer),
         "loss_scale": asdict(training.scaling.state()),
         "settings": dict(settings),
@@ -153,13 +169,14 @@ class _OptimizerRecord:
 
 @dataclass(frozen=True)
 class _Record:
-    """The manifest of a checkpoint. Early versions wrote no loss scale, settings, names or
-    notes."""
+    """The manifest of a checkpoint. Early versions wrote no members, loss scale, settings, names
+    or notes."""
 
     step: Count
     updates: Annotated[tuple[Count, ...], Entries(1)]
     plan: dict[str, Any]
     optimizer: _OptimizerRecord
+    members: tuple[str, ...] = ()
     loss_scale: ScaleState | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -184,6 +201,8 @@ class Progress:
     names: Mapping[str, str] = field(default_factory=dict)
     """The names in the model's `state_dict`, each with the tensor's name in the checkpoint; empty
     if an early version wrote the checkpoint."""
+    members: tuple[str, ...] = ()
+    """The members of the cluster, also without layers; empty in checkpoints of early versions."""
 
     def updates_under(self, plan: Plan) -> list[int]:
         """Return the updates so far, by stage of `plan`.
@@ -229,7 +248,7 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
     settings = {"ema": None, "loss_over": "micro-batch", **record.settings}
     return Progress(
         record.step, record.updates, plan, record.loss_scale, settings, record.notes,
-        record.optimizer.name, record.names,
+        record.optimizer.name, record.names, record.members,
     )  # fmt: skip
 
 

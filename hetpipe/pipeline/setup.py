@@ -27,6 +27,7 @@ from hetpipe.pipeline.fit import (
 )
 from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.planning import microbatches_of, planning_for
+from hetpipe.pipeline.resume import Progress as SavedProgress
 from hetpipe.pipeline.resume import progress_of
 from hetpipe.plan.limits import why_unable
 from hetpipe.plan.sharing import measured_media
@@ -119,26 +120,32 @@ def resolve(
 ) -> tuple[PlanOptions, str]:
     """Return the plan's options, and why the plan's layers may not move (empty if they may).
 
-    If the options name no part of a plan, they get the checkpoint's plan; with `replans` only if
-    the cluster has its devices. Raises `HetpipeError` for options that contradict each other.
+    If the options name no part of a plan, they get the checkpoint's plan; with `replans` only its
+    micro-batches, if the cluster lacks a device of the plan or has a member that the training did
+    not have. Raises `HetpipeError` for options that contradict each other.
     """
     fixed = fixed_by(asked, cluster.described)
     if resume is not None and asked.plan is None and not asked.asked:
-        plan = progress_of(resume).plan
-        lost = [member for member in plan.all_devices if member not in cluster.ids]
-        if lost and replans:
-            log.warning(
-                "the checkpoint's plan needs %s, which the cluster lacks: the training continues "
-                "with a new plan", words(lost),
-            )  # fmt: skip
+        saved = progress_of(resume)
+        if replans and (change := _change_of(saved, cluster)):
+            log.warning("%s: the training continues with a new plan", change)
+            asked = replace(asked, microbatches=saved.plan.microbatches)
         else:
-            asked = replace(asked, plan=plan)
+            asked = replace(asked, plan=saved.plan)
     check_costs(asked)
     if passes.whole_loss:
         asked = with_gpipe(asked)
     if asked.microbatches is not None:
         check_count(asked.microbatches, mini_batch)
     return asked, fixed
+
+
+def _change_of(saved: SavedProgress, cluster: Cluster) -> str:
+    """Return why the plan of a checkpoint does not suit a cluster; empty if it does."""
+    if lost := [member for member in saved.plan.all_devices if member not in cluster.ids]:
+        return f"the checkpoint's plan needs {words(lost)}, which the cluster lacks"
+    new = [member for member in cluster.ids if saved.members and member not in saved.members]
+    return f"the checkpoint was saved without {words(new)}" if new else ""
 
 
 def set_up(

@@ -185,6 +185,25 @@ def test_a_plan_for_lost_devices_is_made_again(
     assert any("m0, which the cluster lacks" in each.getMessage() for each in caplog.records)
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_devices_that_are_back_are_planned_for(
+    crew: Crew, tmp_path: Path, priced: None, caplog: Any, returns: bool
+) -> None:
+    alone = hp.Cluster((crew.cluster.members[1],), transport="local")
+    options: dict[str, Any] = {"optimizer": ADAM[0], "progress": False, "checkpoint": tmp_path}
+    with hp.Pipeline(*task(), cluster=alone, microbatches=4, **options) as pipe:
+        train(pipe, 3)
+        pipe.save(tmp_path)
+        wanted = pipe.state_dict()
+    cluster = hp.Cluster(crew.cluster.members, transport="local") if returns else alone
+    with hp.Pipeline(*task(), cluster=cluster, **options) as pipe:
+        assert (pipe.steps, pipe.plan.microbatches) == (3, 4)
+        assert {*pipe.plan.all_devices} == {*cluster.ids}
+        assert_equal(pipe.state_dict(), wanted)
+    told = [each.getMessage() for each in caplog.records]
+    assert any("saved without m0, m2, m3: the training" in each for each in told) is returns
+
+
 # The thread.
 
 
