@@ -77,7 +77,8 @@ def survey(directory: str | Path) -> list[Row]:
     paths = checkpoints(directory)
     if not paths:
         raise CheckpointError(
-            f"{directory} has no checkpoint; give the folder of checkpoint=, or of save()"
+            f"{directory} has no checkpoint; give the folder of checkpoint= or of save(), or "
+            "`last` or `best` in the folder of fit()"
         )
     return [_row(path) for path in paths]
 

@@ -113,7 +113,10 @@ ChangedOption = Annotated[
 PassLimitOption = Annotated[
     float | None,
     typer.Option(
-        "--pass-limit", metavar="SECONDS", help="End the training if a pass takes longer."
+        "--pass-limit",
+        metavar="SECONDS",
+        help="A pass that takes longer is stuck: the training ends or, with --survive, continues "
+        "without its device.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of batches and dropout.")]

@@ -76,7 +76,7 @@ class PlanOptions:
     """A plan; it replaces `cuts`, `replicas`, `microbatches`, `schedule`, `weights` and `split`."""
     costs: CostTable | None = None
     """The costs with which `plan` was made. Without this option hetpipe uses stored costs, or
-    measures costs if `priced` or `rebalance` is given."""
+    measures costs if `priced`, `rebalance` or `survive` is given."""
     cuts: Sequence[int] | None = None
     """The number of the first layer of every stage but the first."""
     replicas: Sequence[int] | None = None
@@ -196,7 +196,7 @@ class PassOptions:
     check_finite: bool = False
     """Whether to check that all outputs of passes are finite; the check slows passes down."""
     pass_limit_s: float | None = None
-    """Seconds after which a pass counts as stuck, and all workers are ended; None: never."""
+    """Seconds after which a pass is stuck. None: no limit; with `survive` one by recent steps."""
     seed: int = 0
     """The seed of dropout."""
 
@@ -291,7 +291,7 @@ class SurvivalOptions:
     """Members that have no layers until another member is lost."""
     snapshot_every: int | None = None
     """Mini-batches between two snapshots. By default a snapshot costs little, and a replay takes
-    few seconds."""
+    about a second."""
     snapshot_nbytes: int | None = None
     """The most bytes that snapshots and kept mini-batches may take in this process's memory; by
     default half of the free memory."""

@@ -307,8 +307,8 @@ class Survival:
             cluster = self.absent.remaining(present, lost, number)
         except ClusterError:
             raise WorkerError(
-                f"{error}; no device is left to continue; with checkpoint= the script continues "
-                "from its last checkpoint when it starts again"
+                f"{error}; no device is left to continue; with checkpoint=, or fit's folder= and "
+                "resume='auto', the script continues from its last checkpoint when it starts again"
             ) from error
         silent = [id for id in present.ids if id not in (*lost, *cluster.ids)]
         return lost + silent, cluster

@@ -54,7 +54,8 @@ class ErrorCount:
         self._number = number
         if self._count == TRIES:
             raise WorkerError(
-                f"{error}; this was error {TRIES} at the same mini-batch, so no device is to blame"
+                f"{error}; this was error {TRIES} at the same mini-batch, so no device is to "
+                "blame: correct the model or the mini-batch, and continue from a checkpoint"
             ) from error
 
 
