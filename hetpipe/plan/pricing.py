@@ -141,10 +141,13 @@ def stage_times(
     """Return the times of a plan's stages and links, for a simulation.
 
     `table` prices transfers and, unless `as_planned`, the passes of stages on one device. All other
-    passes have the plan's times, which the slowest replica determines. Messages and sums share the
+    passes have the plan's times, which the slowest replica determines; so have all passes if the
+    table has only the rows of a replica. Messages and sums share the
     media of the table's links and of the `cluster` (`hetpipe.plan.sharing`).
     """
     devices, rule = plan.devices, plan.rule
+    rows = -(-plan.mini_batch // plan.microbatches)
+    as_planned |= max(plan.replicas) > 1 and table.samples != rows
     table = table.beside(len(set(plan.all_devices)))
     forward_s, backward_s, update_s, gradient_links = [], [], [], []
     for stage in plan.stages:
