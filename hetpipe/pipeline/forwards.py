@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from hetpipe.errors import HetpipeError, NoMeanError, WorkerError
 from hetpipe.pipeline.average import check_average, swap_average
 from hetpipe.pipeline.batches import forward_sizes, mean_loss, parts_of, size_of, slices
 from hetpipe.pipeline.fit import check_loss
+from hetpipe.pipeline.stuck import stuck_after_s
 from hetpipe.pipeline.whole_loss import read_values, whole_loss_of
 from hetpipe.schedule.action import FORWARDS
 from hetpipe.wire.wire import Content
@@ -139,9 +141,13 @@ class Forwards:
 
     def _collect(self) -> None:
         request, _ = self._under_way[0]
-        training = self._training
-        training.stages.check_own()
-        result = training.note(request, training.setup.crew.collect())
+        training, setup, stages = self._training, self._training.setup, self._training.stages
+        stages.check_own()
+        if setup.survival.survives and setup.passes.pass_limit_s is None:
+            setup.crew.pass_limit_s = stuck_after_s(stages.waits_s)
+        begin_s = time.monotonic()
+        result = training.note(request, setup.crew.collect())
+        stages.waits_s.append(time.monotonic() - begin_s)
         self._under_way.popleft()
         if request.whole_loss is not None:
             try:

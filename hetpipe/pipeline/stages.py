@@ -4,6 +4,7 @@ to other workers."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.present import split
 from hetpipe.pipeline.resume import check, fit_states
 from hetpipe.pipeline.schedules import Schedules, Streaming
+from hetpipe.pipeline.stuck import RECENT
 from hetpipe.sdk.host.registry import decompositions_of
 from hetpipe.wire.messages import Clip, Keep
 from hetpipe.wire.shares import Replica, Shares
@@ -209,14 +211,16 @@ class Stages:
         self.sizes: dict[Content, set[int]] = {c: set() for c in (Content.FORWARD, *IN_EVAL)}
         """The sizes of micro-batches in use, by their forwards."""
         self.schedules: Schedules
-        self.streaming: Streaming | None
+        self.streaming: Streaming | None = None
         self.unread: dict[str, dict[str, Array]] = {}
         """By role, the values of a checkpoint that no forward reads if nothing is trained: a batch
         norm's count of mini-batches, or the parameters of a loss until `evaluate` reads them."""
         self.fault = ""
         """Why the stages have only a part of their values, or ""."""
         self.took_s = 0.0  # seconds of the last load or move
-        self._own_load = 0
+        self.waits_s: deque[float] = deque(maxlen=RECENT)
+        """Seconds of the latest waits for results in eval mode, since the last load or move."""
+        self._own_load = -1
 
     def expect(self, samples: Collection[int]) -> None:
         """Include programs for micro-batches of these sizes, in all buckets, in the first load."""
@@ -326,6 +330,7 @@ class Stages:
 
     def _begin(self, traced: _Traced) -> None:
         """Note that the workers have these stages now."""
+        self.waits_s.clear()
         self._own_load, self.fault = self._crew.load_count, ""
         self.schedules = traced.schedules
         stream, policy = traced.stream, self.plan.policy

@@ -21,6 +21,7 @@ from hetpipe.pipeline.copied import check_budget, values_of
 from hetpipe.pipeline.journal import Recorded
 from hetpipe.pipeline.move import HORIZON, Move
 from hetpipe.pipeline.resume import Progress
+from hetpipe.pipeline.stuck import RECENT, stuck_after_s
 from hetpipe.pipeline.survivors import (
     ErrorCount,
     MissingError,
@@ -50,10 +51,6 @@ REPLAY_S = 1.0
 """Seconds of mini-batches that are trained again after a loss, if snapshots are cheap enough. On
 fewer devices they take longer."""
 LEAST_S = 1e-4
-RECENT = 8
-"""The number of latest results that tell how long a step takes."""
-STUCK_S, STUCK = 60.0, 50
-"""A pass is stuck after these seconds, if they are also as many times the longest recent step."""
 log = logging.getLogger("hetpipe")
 
 
@@ -230,16 +227,12 @@ class Survival:
                 self._recover(error)
 
     def _limit_passes(self) -> None:
-        """Let a pass count as stuck by the time of the latest steps, unless the user gave a limit.
-
-        The first steps on new workers have no limit, since devices may still compile.
-        """
+        """Let a pass count as stuck by the time of the latest steps, unless the user gave a
+        limit."""
         training = self._training
         if training.setup.passes.pass_limit_s is None:
-            recent_s = training.results.recent_s(RECENT)
-            is_known = bool(recent_s) and training.steps - self._since >= RECENT
-            limit_s = max(STUCK_S, STUCK * max(recent_s)) if is_known else None
-            training.setup.crew.pass_limit_s = limit_s
+            count = min(RECENT, training.steps - self._since)
+            training.setup.crew.pass_limit_s = stuck_after_s(training.results.recent_s(count))
 
     def _every(self) -> int:
         """Return the number of mini-batches from one snapshot to the next.
