@@ -21,8 +21,8 @@ STEADY = 10
 GROWTH = 0.25
 """Seconds until the next look, as a share of the seconds since the loss."""
 LONGEST_S = 600.0
-OPEN_S = 60.0
-"""Seconds in which a device opens."""
+OPEN_S = 120.0
+"""Seconds in which a device opens, as at the start of a crew."""
 
 
 class Absent:

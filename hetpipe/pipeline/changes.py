@@ -30,7 +30,8 @@ class Lost:
         again = "1 mini-batch" if self.replayed == 1 else f"{self.replayed} mini-batches"
         return (
             f"step {self.step}: lost {words(self.members)} ({self.why}); continued on "
-            f"{words(self.plan.all_devices)} after {self.took_s:.1f} s, with {again} trained again"
+            f"{words(dict.fromkeys(self.plan.all_devices))} after {self.took_s:.1f} s, with "
+            f"{again} trained again"
         )
 
 
@@ -48,5 +49,5 @@ class Joined:
     def __str__(self) -> str:
         return (
             f"step {self.step}: {words(self.members)} joined; continued on "
-            f"{words(self.plan.all_devices)} after {self.took_s:.1f} s"
+            f"{words(dict.fromkeys(self.plan.all_devices))} after {self.took_s:.1f} s"
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.cost.loss import Label
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
+from hetpipe.division import divide_samples
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.lent import with_program_notes
@@ -265,6 +266,16 @@ class Planning:
         plan = build_plan(proposal, costs, self.mini_batch, policy.name)
         table = tables[self._samples(microbatches)]
         return with_interval(plan, table), table
+
+    def measure_for_losses(self, plan: Plan, shares: bool) -> None:
+        """Measure the costs at sizes that a plan after a loss may need, unless they are known: of
+        all rows of a micro-batch and, with `shares`, of the fewest rows that a replica has."""
+        whole = self._samples(plan.microbatches)
+        rows = [min(divide_samples(whole, stage.shares)) for stage in plan.stages]
+        sizes = {whole, *rows} if shares and plan.rule.flushes else {whole}
+        least, most = min(self.seen, default=whole), max(self.seen, default=0)
+        if missing := [size for size in sizes if not least <= size <= most]:
+            self._costs(sorted(missing, reverse=True))
 
     def _samples(self, microbatches: int) -> int:
         return -(-self.mini_batch // microbatches)

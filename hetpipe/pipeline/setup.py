@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -177,10 +177,15 @@ def set_up(
     if survival.survives:
         _check_recompute(passes)
         asked = replace(asked, priced=True)
-        planning = replace(planning, cluster=without_spares(planning.cluster, survival.spares))
+        used = () if asked.plan is None else asked.plan.all_devices
+        layered = without_spares(planning.cluster, survival.spares, used)
+        planning = replace(planning, cluster=layered)
     plan, costs = planning.choose(asked)
-    tables = planning.seen if asked.costs is None else {asked.costs.samples: asked.costs}
+    tables = planning.seen
+    if asked.costs is not None:
+        tables[asked.costs.samples] = asked.costs
     if survival.survives:
+        planning.measure_for_losses(plan, shares=asked.costs is None)
         check_costs_of_all(crew.cluster, tables)
         check_spares(plan, survival.spares, next(iter(tables.values())))
     notes = [] if captured.padding is None else [captured.padding.text]
@@ -238,8 +243,9 @@ def check_costs_of_all(cluster: Cluster, tables: Mapping[int, CostTable]) -> Non
             )
 
 
-def without_spares(cluster: Cluster, spares: Sequence[str]) -> Cluster:
-    """Return a cluster without its spares.
+def without_spares(cluster: Cluster, spares: Sequence[str], used: Collection[str] = ()) -> Cluster:
+    """Return a cluster without its spares, except the `used` ones: the plan of a checkpoint may
+    have them in the places of lost members.
 
     Raises `HetpipeError` for unknown spares, if no member is left to train, and if the cluster has
     only one member, whose loss could not be survived.
@@ -256,7 +262,7 @@ def without_spares(cluster: Cluster, spares: Sequence[str]) -> Cluster:
         raise HetpipeError(
             f"spares: {words(spares)} are all members, and none is left to train: name fewer spares"
         )
-    return without(cluster, spares)
+    return without(cluster, set(spares).difference(used))
 
 
 def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice, permutations
 from typing import TYPE_CHECKING
 
 from hetpipe.buckets import like
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.setup import Setup
 
 
+MOST_CHOICES = 120
+"""The most ways to put unused members in the places of lost ones that are compared."""
 TRIES = 3
 """A training ends at this number of errors in workers at the same mini-batch."""
 
@@ -108,20 +112,36 @@ def plan_for(
     """
     spared = _with_spares(cluster, present, tables)
     try:
-        if before.rule.replicates or not before.rule.averages:
-            plan, table = _replicated(captured, cluster, before, tables, sizes)
-        else:
-            plan, table = _searched(captured, cluster, before, tables, sizes, (before.schedule,))
+        plan = _fastest(captured, cluster, before, tables, sizes)
     except PlanError:
-        if before.rule.flushes:
-            plan, table = _searched(captured, cluster, before, tables, sizes, ())
-        elif spared is not None:
-            plan, table = spared, _table_of(tables, spared)
-        else:
+        if spared is None:
             raise
+        plan = spared
     if spared is not None and spared.step_s < (1 + GAIN) * plan.step_s:
-        plan, table = spared, _table_of(tables, spared)  # most programs are compiled already
-    return replace(plan, splits=before.splits, notes=before.notes), table
+        plan = spared  # most programs are compiled already
+    table = _table_of(tables, plan)
+    general = [note for note in before.notes if not any(id in note for id in table.devices)]
+    notes = tuple(dict.fromkeys((*plan.notes, *general)))
+    return replace(plan, splits=before.splits, notes=notes), table
+
+
+def _fastest(
+    captured: Captured,
+    cluster: Cluster,
+    before: Plan,
+    tables: Mapping[int, CostTable],
+    sizes: Collection[int],
+) -> Plan:
+    """Return the fastest plan with the schedule of the plan `before` or, if there is none, with
+    another one that flushes as well. Raises `PlanError`."""
+    try:
+        if before.rule.replicates or not before.rule.averages:
+            return _replicated(captured, cluster, before, tables, sizes)
+        return _searched(captured, cluster, before, tables, sizes, (before.schedule,))
+    except PlanError:
+        if not before.rule.flushes:
+            raise
+        return _searched(captured, cluster, before, tables, sizes, ())
 
 
 def priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
@@ -143,21 +163,19 @@ def _replicated(
     before: Plan,
     tables: Mapping[int, CostTable],
     sizes: Collection[int],
-) -> tuple[Plan, CostTable]:
+) -> Plan:
     """Return the plan that gives every member the whole model. Raises `PlanError`."""
     planning = Planning(
-        captured.name, captured.layer_names, cluster, before.mini_batch,
-        lambda sizes: {size: tables[size] for size in sizes if size in tables},
-    )  # fmt: skip
-    plan, table = planning.choose(
+        captured.name, captured.layer_names, cluster, before.mini_batch, lambda _: dict(tables)
+    )
+    plan, _ = planning.choose(
         PlanOptions(
             microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
         )
     )
-    assert table is not None
     if not _can_train(captured, plan, sizes):
         raise PlanError(f"replicas on {words(cluster.ids)} cannot divide small mini-batches")
-    return plan, table
+    return plan
 
 
 def _searched(
@@ -167,17 +185,17 @@ def _searched(
     tables: Mapping[int, CostTable],
     sizes: Collection[int],
     schedules: tuple[str, ...],
-) -> tuple[Plan, CostTable]:
+) -> Plan:
     """Return the fastest plan with one of these `schedules`; () is all."""
     # Replicas could not divide small mini-batches that a training without them may still get.
     options = PlannerOptions(
         before.mini_batch, (before.microbatches,), schedules, before.weights,
-        replicas=max(before.replicas) > 1,
+        replicas=max(before.replicas) > 1, recompute=before.recompute,
     )  # fmt: skip
     plan = plan_on(tables, cluster, options)
     if not _can_train(captured, plan, sizes):
         plan = plan_on(tables, cluster, replace(options, replicas=False))
-    return plan, _table_of(tables, plan)
+    return plan
 
 
 def _can_train(captured: Captured, plan: Plan, sizes: Collection[int]) -> bool:
@@ -199,20 +217,20 @@ def _can_train(captured: Captured, plan: Plan, sizes: Collection[int]) -> bool:
 
 
 def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:
-    """Return the plan `before` with unused members of a cluster in the places of lost members.
+    """Return the plan `before` with unused members of a cluster in the places of lost members: the
+    fastest of a number of choices.
 
     None if there are too few, or if they cannot run the layers.
     """
     lost = [member for member in dict.fromkeys(before.all_devices) if member not in cluster.ids]
     free = [member for member in cluster.ids if member not in before.all_devices]
-    if len(free) < len(lost):
-        return None
-    names = dict(zip(lost, free, strict=False))
-    stages = [
-        replace(stage, devices=tuple(names.get(device, device) for device in stage.devices))
-        for stage in before.stages
-    ]
-    try:
-        return priced_again(replace(before, stages=tuple(stages)), tables)
-    except PlanError:
-        return None
+    found = []
+    for chosen in islice(permutations(free, len(lost)), MOST_CHOICES):
+        names = dict(zip(lost, chosen, strict=True))
+        stages = [
+            replace(stage, devices=tuple(names.get(device, device) for device in stage.devices))
+            for stage in before.stages
+        ]
+        with suppress(PlanError):
+            found.append(priced_again(replace(before, stages=tuple(stages)), tables))
+    return min(found, key=lambda plan: plan.step_s, default=None)

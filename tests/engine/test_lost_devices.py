@@ -26,7 +26,7 @@ from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew import workers
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline import journal, survival
+from hetpipe.pipeline import journal, stuck, survival
 from hetpipe.pipeline.learning import WINDOW
 from hetpipe.pipeline.move import Move
 from hetpipe.pipeline.planning import free_table
@@ -180,9 +180,67 @@ def test_checkpoints_continue_after_a_loss(crews: Crews, tmp_path: Path) -> None
         assert torch.allclose(state[name], value, atol=1e-6), name
 
 
+def test_a_checkpoint_may_have_a_spare_in_its_plan(crews: Crews, tmp_path: Path) -> None:
+    crew, data = crews((DEVICE,) * 3, "local"), batches(3)
+    with opened(crew, members="02") as pipe:
+        for batch in data[:2]:
+            pipe.step(*batch)
+        pipe.save(tmp_path)
+        wanted = pipe.step(*data[2])
+    cluster = hp.Cluster(crew.cluster.members, transport="local")
+    with hp.Pipeline.load(
+        tmp_path, make_model(), LOSS, data[0], cluster=cluster, progress=False,
+        optimizer=hp.optim.adamw(lr=1e-2), survive="auto", spares=["m2"],
+    ) as pipe:  # fmt: skip
+        assert pipe.plan.devices == ("m0", "m2")
+        assert pipe.step(*data[2]) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_recovery_that_fails_leaves_a_pipeline_that_says_so(
+    crews: Crews, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new stages were not loaded."""
+    crew = crews((DEVICE,) * 3, "shared-memory")
+    with opened(crew) as pipe:
+        pipe.step(*batches(1)[0])
+        kill(crew, "m1")
+
+        def refuse(*args: Any, **options: Any) -> None:
+            raise HetpipeError("no room")
+
+        monkeypatch.setattr("hetpipe.crew.crew.Crew.load", refuse)
+        with pytest.raises(HetpipeError, match="no room"):
+            pipe.step(*batches(1)[0])
+        calls: list[Any] = [
+            lambda: pipe.step(*batches(1)[0]),
+            lambda: pipe.save(tmp_path / "rescue"),
+            pipe.state_dict,
+            lambda: pipe.predict(batches(1)[0][0]),
+            lambda: [*pipe.run(batches(1))],
+        ]
+        for call in calls:
+            with pytest.raises(HetpipeError):
+                call()
+
+
+@pytest.mark.parametrize("given_s", [None, 5.0])
+def test_a_pass_in_eval_mode_has_a_limit(crews: Crews, given_s: float | None) -> None:
+    """It follows from the latest waits for the same programs."""
+    crew, (x, _) = crews((DEVICE,) * 3, "local"), batches(1)[0]
+    with opened(crew, pass_limit_s=given_s) as pipe:
+        limits = []
+        for rows in [SAMPLES] * (stuck.RECENT + 1) + [SAMPLES // 2]:
+            pipe.predict(x[:rows])
+            limits.append(pipe._training.setup.crew.pass_limit_s)
+    if given_s is None:
+        assert limits == [None] * stuck.RECENT + [stuck.STUCK_S, None]
+    else:
+        assert {*limits} == {given_s}
+
+
 def test_a_new_pipeline_restores_a_checkpoint_of_many_steps(crews: Crews, tmp_path: Path) -> None:
     """It has no result yet that tells how long a step takes."""
-    crew, data = crews((DEVICE,) * 3, "local"), batches(survival.RECENT + 1)
+    crew, data = crews((DEVICE,) * 3, "local"), batches(stuck.RECENT + 1)
     with opened(crew) as pipe:
         for batch in data[:-1]:
             pipe.step(*batch)
@@ -471,8 +529,8 @@ def test_the_steps_of_lost_devices_limit_no_pass(crews: Crews) -> None:
         pipe.step(*data[10])
         pipe.step(*data[11])
         limits.append(pipe._training.setup.crew.pass_limit_s)
-        assert pipe.lost[0].replayed >= survival.RECENT
-    assert limits[0] >= survival.STUCK_S
+        assert pipe.lost[0].replayed >= stuck.RECENT
+    assert limits[0] >= stuck.STUCK_S
     assert limits[1] is None
 
 

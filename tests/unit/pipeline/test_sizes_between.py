@@ -13,7 +13,9 @@ from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
 from hetpipe.pipeline.options import PlanOptions
 from hetpipe.pipeline.planning import Planning
+from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.planner import make_plan
 
 LAYERS = [f"layer{n}" for n in range(6)]
 MEMBERS = ["m0", "m1"]
@@ -116,3 +118,34 @@ def test_the_search_ends_if_the_costs_lack_the_best_size() -> None:
     plan, _ = planning.choose(PlanOptions(schedule="1f1b"))
     assert plan.microbatches == 8
     assert plan.label == "modelled"
+
+
+@pytest.mark.parametrize(
+    ("known", "replicas", "shares", "measured"),
+    [
+        ([8], 1, True, []),
+        ([4], 2, True, [8]),
+        ([8], 2, True, [4]),
+        ([8], 2, False, []),
+        ([4], 2, False, [8]),
+        ([2, 16], 2, True, []),
+    ],
+)
+def test_sizes_that_a_plan_after_a_loss_may_need_are_measured(
+    known: list[int], replicas: int, shares: bool, measured: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def tables(sizes: Sequence[int]) -> dict[int, CostTable]:
+        asked.extend(sizes)
+        return {size: table(size, 3.0) for size in sizes}
+
+    seen = {size: table(size, 3.0) for size in known}
+    both = {size: table(size, 3.0) for size in (4, 8)}
+    plan = make_plan(both[8], MEMBERS[:1], mini_batch=MINI_BATCH, microbatches=8)
+    if replicas > 1:
+        plan = replicated_plan(both, MEMBERS, mini_batch=MINI_BATCH, microbatches=8)
+    planning = Planning("case", LAYERS, CLUSTER, MINI_BATCH, tables, seen=seen)
+    planning.measure_for_losses(plan, shares)
+    assert asked == measured
+    assert sorted(planning.seen) == sorted({*known, *measured})

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_sizes_between import CLUSTER, MEMBERS, table
+from test_sizes_between import CLUSTER, LAYERS, MEMBERS, table
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cost.table import CostTable
-from hetpipe.errors import CaptureError, WorkerError
+from hetpipe.cost.table import CostTable, LinkCost
+from hetpipe.errors import CaptureError, PlanError, WorkerError
 from hetpipe.pipeline.forwards import Forwards
 from hetpipe.pipeline.survivors import TRIES, ErrorCount, plan_for
+from hetpipe.plan.building import replicated_plan
 from hetpipe.plan.planner import make_plan
 from hetpipe.plan.planners.auto import plan as plan_on
 from hetpipe.plan.proposal import PlannerOptions
@@ -68,6 +69,61 @@ def test_replicas_can_train_the_smallest_micro_batch(
     present = make_plan(tables[8], MEMBERS[:1], mini_batch=64, microbatches=8)
     plan, _ = plan_for(captured, CLUSTER, before, present, tables, sizes)
     assert max(plan.replicas) == replicas
+
+
+def four_members(slow: str = "", samples: int = 8) -> CostTable:
+    """Return costs of four members, one of which may be slow."""
+    costs, members = table(samples, 0.0), [f"m{n}" for n in range(4)]
+    row = costs.devices["m0"]
+    late = replace(row, layers=tuple(replace(each, forward_s=99.0) for each in row.layers))
+    links = {(a, b): LinkCost(0.0, 1e12) for a in members for b in members if a != b}
+    devices = {id: late if id == slow else row for id in members}
+    return replace(costs, devices=devices, links=links)
+
+
+def test_the_fastest_unused_member_takes_the_place_of_a_lost_one() -> None:
+    tables = {8: four_members(slow="m2")}
+    before = make_plan(tables[8], MEMBERS, mini_batch=64, microbatches=8)
+    plan, _ = plan_for(UNUSED, Cluster.with_ids(["m0", "m2", "m3"]), before, before, tables, [8])
+    assert plan.cuts == before.cuts
+    assert plan.devices == tuple(id if id == "m0" else "m3" for id in before.devices)
+
+
+def test_an_unused_member_takes_the_place_if_no_plan_is_found() -> None:
+    """The costs know only the rows of a replica, so no plan without replicas has a price, and
+    others could not divide small mini-batches."""
+    tables = {4: four_members(samples=4)}
+    before = replicated_plan(tables, MEMBERS, mini_batch=64, microbatches=8)
+    cluster = Cluster.with_ids(["m1", "m2"])
+
+    def layer_graph(rows: int) -> None:
+        raise CaptureError("too few rows")
+
+    captured: Any = SimpleNamespace(name="case", layer_names=LAYERS, layer_graph=layer_graph)
+    plan, _ = plan_for(captured, cluster, before, before, tables, [8])
+    assert {*plan.all_devices} == {"m1", "m2"}
+    with pytest.raises(PlanError, match="of 4 to 4 samples, not of 8"):
+        plan_for(captured, Cluster.with_ids(["m1"]), before, before, tables, [8])
+
+
+def test_a_plan_keeps_the_notes_that_name_no_member() -> None:
+    tables = {8: four_members()}
+    notes = ("m1 is left out: a step is longer with it", "two snapshots take 4 MiB")
+    before = replace(make_plan(tables[8], MEMBERS, mini_batch=64, microbatches=8), notes=notes)
+    plan, _ = plan_for(UNUSED, Cluster.with_ids(["m1"]), before, before, tables, [8])
+    assert plan.notes == notes[1:]
+
+
+def test_a_plan_may_recompute_as_the_first_one_did() -> None:
+    costs = four_members()
+    bytes_of = tuple(replace(each, saved_nbytes=1000) for each in costs.layers)
+    rows = {id: replace(row, memory_nbytes=8000) for id, row in costs.devices.items()}
+    tables = {8: replace(costs, layers=bytes_of, devices=rows)}
+    options = PlannerOptions(64, (8,), ("1f1b",))
+    first = plan_on(tables, Cluster.with_ids([*MEMBERS, "m2"]), options)
+    before = replace(first, recompute=True)
+    plan, _ = plan_for(UNUSED, Cluster.with_ids(["m1", "m2"]), before, before, tables, [8])
+    assert plan.recompute
 
 
 def test_errors_are_counted_by_mini_batch() -> None:
