@@ -68,6 +68,7 @@ class Forwards:
         self._keeps_output = keeps_output
         self._values: Mapping[str, Array] = {}  # the parameters of the loss of whole mini-batches
         self._under_way: deque[tuple[StepRequest, Mapping[str, Array]]] = deque()
+        self._begins_s: deque[float] = deque()  # of the mini-batches under way
         self._results: deque[tuple[StepRequest, StepResult]] = deque()
 
     def begin(self) -> None:
@@ -88,7 +89,7 @@ class Forwards:
         """Begin again on other stages with the same weights, with all mini-batches under way."""
         under_way, results = self._under_way, self._results.copy()
         try:
-            self._under_way = deque()
+            self._under_way, self._begins_s = deque(), deque()
             self.begin()
             for _, leaves in under_way:
                 self.admit(leaves)
@@ -123,6 +124,7 @@ class Forwards:
         training.stages.check_own()
         training.setup.crew.post(request)
         self._under_way.append((request, leaves))
+        self._begins_s.append(time.monotonic())
 
     def settle(self) -> None:
         """Wait until no mini-batch is under way."""
@@ -144,10 +146,9 @@ class Forwards:
         training, setup, stages = self._training, self._training.setup, self._training.stages
         stages.check_own()
         if setup.survival.survives and setup.passes.pass_limit_s is None:
-            setup.crew.pass_limit_s = stuck_after_s(stages.waits_s)
-        begin_s = time.monotonic()
+            setup.crew.pass_limit_s = stuck_after_s(stages.forwards_s)
         result = training.note(request, setup.crew.collect())
-        stages.waits_s.append(time.monotonic() - begin_s)
+        stages.forwards_s.append(time.monotonic() - self._begins_s.popleft())
         self._under_way.popleft()
         if request.whole_loss is not None:
             try:

@@ -218,8 +218,8 @@ class Stages:
         self.fault = ""
         """Why the stages have only a part of their values, or ""."""
         self.took_s = 0.0  # seconds of the last load or move
-        self.waits_s: deque[float] = deque(maxlen=RECENT)
-        """Seconds of the latest waits for results in eval mode, since the last load or move."""
+        self.forwards_s: deque[float] = deque(maxlen=RECENT)
+        """Seconds of the latest mini-batches in eval mode, since the last load or move."""
         self._own_load = -1
 
     def expect(self, samples: Collection[int]) -> None:
@@ -330,7 +330,7 @@ class Stages:
 
     def _begin(self, traced: _Traced) -> None:
         """Note that the workers have these stages now."""
-        self.waits_s.clear()
+        self.forwards_s.clear()
         self._own_load, self.fault = self._crew.load_count, ""
         self.schedules = traced.schedules
         stream, policy = traced.stream, self.plan.policy

@@ -225,7 +225,7 @@ def test_a_recovery_that_fails_leaves_a_pipeline_that_says_so(
 
 @pytest.mark.parametrize("given_s", [None, 5.0])
 def test_a_pass_in_eval_mode_has_a_limit(crews: Crews, given_s: float | None) -> None:
-    """It follows from the latest waits for the same programs."""
+    """It follows from the latest mini-batches with the same programs."""
     crew, (x, _) = crews((DEVICE,) * 3, "local"), batches(1)[0]
     with opened(crew, pass_limit_s=given_s) as pipe:
         limits = []
