@@ -142,8 +142,8 @@ def stage_times(
 
     `table` prices transfers and, unless `as_planned`, the passes of stages on one device. All other
     passes have the plan's times, which the slowest replica determines; so have all passes if the
-    table has only the rows of a replica. Messages and sums share the
-    media of the table's links and of the `cluster` (`hetpipe.plan.sharing`).
+    table has only the rows of a replica. Messages and sums share the media of the table's links and
+    of the `cluster` (`hetpipe.plan.sharing`).
     """
     devices, rule = plan.devices, plan.rule
     rows = -(-plan.mini_batch // plan.microbatches)
