@@ -123,6 +123,48 @@ def test_a_cut_is_found_by_the_silence_of_the_other_system(tmp_path: Path) -> No
     assert ends["h1"].words.strip() in reasons  # the host whose cable is cut knows more
 
 
+LISTENER = """
+import socket, sys, time
+
+with socket.create_server((sys.argv[1], 7000)):
+    print("listens", flush=True)
+    time.sleep(60)
+"""
+CALLER = """
+import socket, sys, time
+from hetpipe.hosts.door import reach
+
+address = sys.argv[1], 7000
+with socket.socket() as early:
+    early.setblocking(False)
+    early.connect_ex(address)
+    print("asks", flush=True)
+    time.sleep(2.5)
+    reach(None, [address])
+    print("connected", flush=True)
+"""
+
+
+def test_a_host_that_comes_back_is_reached_at_once(tmp_path: Path) -> None:
+    """The system has asked for the host before, and gives up only now."""
+    with network(2, tmp_path) as net:
+        command = sys.executable, "-c"
+        listener = net.start("h1", *command, LISTENER, net.address("h1"))
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listens\n"
+        cable = ["ip", "-n", net.switch, "link", "set", "h1"]
+        subprocess.run([*cable, "down"], check=True)
+        caller = net.start("h0", *command, CALLER, net.address("h1"))
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "asks\n"
+        time.sleep(2.3)
+        subprocess.run([*cable, "up"], check=True)
+        words = net.wait({"h0": caller}, 30.0)["h0"].words
+        net.kill("h1")
+        listener.communicate()
+    assert words == "connected\n"
+
+
 @pytest.mark.slow
 def test_devices_and_doctor_show_all_hosts(tmp_path: Path) -> None:
     """The hosts meet by their IPv6 addresses."""
