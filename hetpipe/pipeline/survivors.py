@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, permutations
 from typing import TYPE_CHECKING
 
@@ -112,7 +112,7 @@ def plan_for(
     """
     spared = _with_spares(cluster, present, tables)
     try:
-        plan = _fastest(captured, cluster, before, tables, sizes)
+        plan = _Search(captured, cluster, before, tables, sizes).fastest()
     except PlanError:
         if spared is None:
             raise
@@ -125,23 +125,77 @@ def plan_for(
     return replace(plan, splits=before.splits, notes=notes), table
 
 
-def _fastest(
-    captured: Captured,
-    cluster: Cluster,
-    before: Plan,
-    tables: Mapping[int, CostTable],
-    sizes: Collection[int],
-) -> Plan:
-    """Return the fastest plan with the schedule of the plan `before` or, if there is none, with
-    another one that flushes as well. Raises `PlanError`."""
-    try:
-        if before.rule.replicates or not before.rule.averages:
-            return _replicated(captured, cluster, before, tables, sizes)
-        return _searched(captured, cluster, before, tables, sizes, (before.schedule,))
-    except PlanError:
-        if not before.rule.flushes:
-            raise
-        return _searched(captured, cluster, before, tables, sizes, ())
+@dataclass(frozen=True)
+class _Search:
+    """The search for the fastest plan that trains as the plan `before` did."""
+
+    captured: Captured
+    cluster: Cluster
+    before: Plan
+    tables: Mapping[int, CostTable]
+    sizes: Collection[int]
+    """The samples of the micro-batches that every replica can train."""
+
+    def fastest(self) -> Plan:
+        """Return the fastest plan with the schedule of the plan `before` or, if there is none, with
+        another one that flushes as well. Raises `PlanError`."""
+        rule = self.before.rule
+        try:
+            if rule.replicates or not rule.averages:
+                return self._replicated()
+            return self._searched((self.before.schedule,))
+        except PlanError:
+            if not rule.flushes:
+                raise
+            return self._searched(())
+
+    def _replicated(self) -> Plan:
+        """Return the plan that gives every member the whole model. Raises `PlanError`."""
+        captured, before = self.captured, self.before
+        planning = Planning(
+            captured.name, captured.layer_names, self.cluster, before.mini_batch,
+            lambda _: dict(self.tables),
+        )  # fmt: skip
+        plan, _ = planning.choose(
+            PlanOptions(
+                microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
+            )
+        )
+        if not self._can_train(plan):
+            raise PlanError(
+                f"replicas on {words(self.cluster.ids)} cannot divide small mini-batches"
+            )
+        return plan
+
+    def _searched(self, schedules: tuple[str, ...]) -> Plan:
+        """Return the fastest plan with one of these `schedules`; () is all."""
+        before = self.before
+        # Replicas could not divide small mini-batches that a training without them may still get.
+        options = PlannerOptions(
+            before.mini_batch, (before.microbatches,), schedules, before.weights,
+            replicas=max(before.replicas) > 1, recompute=before.recompute,
+        )  # fmt: skip
+        plan = plan_on(self.tables, self.cluster, options)
+        if not self._can_train(plan):
+            plan = plan_on(self.tables, self.cluster, replace(options, replicas=False))
+        return plan
+
+    def _can_train(self, plan: Plan) -> bool:
+        """Return whether every replica gets as many rows as the model needs: one or, with batch
+        norm, two. A pipeline that only predicts has no `sizes`."""
+        if not self.sizes or max(plan.replicas) == 1 or not plan.rule.flushes:
+            return True
+        try:
+            rows = (
+                like(rows, size)
+                for stage in plan.stages
+                for size in self.sizes
+                for rows in divide(int(size), stage.shares)
+            )
+            self.captured.layer_graph(min(rows, key=int))
+        except HetpipeError:
+            return False
+        return True
 
 
 def priced_again(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
@@ -155,65 +209,6 @@ def _table_of(tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
     if max(plan.replicas) > 1:
         return nearest_table(tables, plan)
     return Priced(tables, PlannerOptions(plan.mini_batch)).table(plan.share_samples)
-
-
-def _replicated(
-    captured: Captured,
-    cluster: Cluster,
-    before: Plan,
-    tables: Mapping[int, CostTable],
-    sizes: Collection[int],
-) -> Plan:
-    """Return the plan that gives every member the whole model. Raises `PlanError`."""
-    planning = Planning(
-        captured.name, captured.layer_names, cluster, before.mini_batch, lambda _: dict(tables)
-    )
-    plan, _ = planning.choose(
-        PlanOptions(
-            microbatches=before.microbatches, schedule=before.schedule, weights=before.weights
-        )
-    )
-    if not _can_train(captured, plan, sizes):
-        raise PlanError(f"replicas on {words(cluster.ids)} cannot divide small mini-batches")
-    return plan
-
-
-def _searched(
-    captured: Captured,
-    cluster: Cluster,
-    before: Plan,
-    tables: Mapping[int, CostTable],
-    sizes: Collection[int],
-    schedules: tuple[str, ...],
-) -> Plan:
-    """Return the fastest plan with one of these `schedules`; () is all."""
-    # Replicas could not divide small mini-batches that a training without them may still get.
-    options = PlannerOptions(
-        before.mini_batch, (before.microbatches,), schedules, before.weights,
-        replicas=max(before.replicas) > 1, recompute=before.recompute,
-    )  # fmt: skip
-    plan = plan_on(tables, cluster, options)
-    if not _can_train(captured, plan, sizes):
-        plan = plan_on(tables, cluster, replace(options, replicas=False))
-    return plan
-
-
-def _can_train(captured: Captured, plan: Plan, sizes: Collection[int]) -> bool:
-    """Whether every replica gets as many rows of micro-batches of these sizes as the model needs:
-    one or, with batch norm, two. A pipeline that only predicts has no such sizes."""
-    if not sizes or max(plan.replicas) == 1 or not plan.rule.flushes:
-        return True
-    try:
-        rows = (
-            like(rows, size)
-            for stage in plan.stages
-            for size in sizes
-            for rows in divide(int(size), stage.shares)
-        )
-        captured.layer_graph(min(rows, key=int))
-    except HetpipeError:
-        return False
-    return True
 
 
 def _with_spares(cluster: Cluster, before: Plan, tables: Mapping[int, CostTable]) -> Plan | None:
