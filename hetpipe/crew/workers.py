@@ -129,12 +129,9 @@ class Workers:
         calls and a trace on this thread would share torch's global state.
         """
         workers = [self._worker(member) for member in arguments]
-        try:
+        with self._sending():
             for worker, args in zip(workers, arguments.values(), strict=True):
                 self._fleet.send(worker, say.Call(function, tuple(args)))
-        except BaseException:
-            self.close()
-            raise
         results: dict[str, Any] = {}
 
         def receive() -> None:
@@ -170,7 +167,8 @@ class Workers:
         """
         worker = self._worker(member)
         self.cluster = with_speed(self.cluster, member, speed)
-        with self._conversation():
+        self._control.check()
+        with self._sending():  # no reply comes, so another thread may wait for replies
             self._fleet.send(worker, say.Speed(speed))
 
     @property
@@ -233,16 +231,19 @@ class Workers:
 
     @contextmanager
     def _conversation(self) -> Iterator[None]:
-        """Talk to the workers, after all calls that were begun earlier.
-
-        An error inside ends the workers, since their replies would no longer match.
-        """
+        """Talk to the workers, after all calls that were begun earlier."""
         self._control.check()
-        try:
+        with self._sending():
             self._await_devices()
             while self._pending_calls:
                 self._pending_calls.popleft()()
             self._control.check()
+            yield
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """End the workers after an error inside, since their replies would no longer match."""
+        try:
             yield
         except BaseException as error:
             self._close()

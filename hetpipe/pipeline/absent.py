@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -90,13 +90,24 @@ class Absent:
         members = tuple(here.get(member.id, member) for member in cluster.members)
         return replace(cluster, members=members)
 
-    def set_speed(self, crew: Workers, member: str, speed: float) -> None:
+    def set_speed(self, present: Callable[[], Workers], member: str, speed: float) -> None:
         """Emulate another speed on a member, or on a lost one once it is back. Raises
-        `HetpipeError` for an unknown member or a wrong speed."""
+        `HetpipeError` for an unknown member or a wrong speed.
+
+        A crew that replaces the `present` one at this moment gets the speed by `emulate`.
+        """
         self._cluster = with_speed(self._cluster, member, speed)
+        crew = present()
         if member in crew.cluster.ids or member not in self._cluster.ids:
             with suppress(WorkerError):  # the next call survives the loss
                 crew.set_speed(member, speed)
+
+    def emulate(self, crew: Workers) -> None:
+        """Give the members of a new crew the speeds that were set while it started."""
+        for member in crew.cluster.members:
+            speed = self._cluster.member(member.id).speed
+            if member.speed != speed:
+                crew.set_speed(member.id, speed)
 
     def lose(self, members: Iterable[str]) -> None:
         """Note a loss."""

@@ -89,7 +89,7 @@ def set_speed(survival: Survival | None, crew: Crew, member: str, speed: float) 
     if survival is None:
         crew.set_speed(member, speed)
     else:
-        survival.absent.set_speed(crew, member, speed)
+        survival.absent.set_speed(lambda: survival.crew, member, speed)
 
 
 class Survival:
@@ -127,6 +127,11 @@ class Survival:
         self.snapshot()
         self._copies.wait(crew.check_copying)
         start_servers(crew.cluster, crew.infos)
+
+    @property
+    def crew(self) -> Crew:
+        """The present crew."""
+        return self._training.setup.crew
 
     @property
     def nbytes(self) -> int:
@@ -316,6 +321,7 @@ class Survival:
         # If a member is lost now, it is one of this crew.
         setup = training.setup = replace(training.setup, crew=crew)
         try:
+            self.absent.emulate(crew)
             plan, costs = checked_plan(setup, self._first, present, training.sizes)
             if moment.scale is not None:
                 training.scaling.restore(moment.scale)

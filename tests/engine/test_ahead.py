@@ -50,6 +50,15 @@ def test_calls_may_begin_before_their_workers_and_end_in_any_order(transport: st
         assert set(crew.infos) == {"m0", "m1"}
 
 
+def test_a_speed_waits_for_no_reply() -> None:
+    """Another thread may set it while the user's thread waits for replies."""
+    with Crew.start(cluster(*PAIR), wait=False) as crew:
+        crew.set_speed("m0", 0.5)
+        assert crew._opened is None
+        assert tuple(crew.infos) == crew.cluster.ids
+        assert crew.cluster.member("m0").speed == 0.5
+
+
 def test_a_call_fails_if_the_worker_cannot_open_its_device() -> None:
     with Crew.start(cluster("numpy:cpu:0", "faulty:shut:0"), wait=False) as crew:
         crew.begin_each("engine_backends:nap", {"m0": (0.0,), "m1": (0.0,)})

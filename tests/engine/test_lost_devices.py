@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from priced import Speeds, count, losses, mixed, open_planned
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable, LayerCost
 from hetpipe.crew import workers
 from hetpipe.crew.crew import Crew
@@ -30,6 +32,7 @@ from hetpipe.pipeline import journal, stuck, survival
 from hetpipe.pipeline.learning import WINDOW
 from hetpipe.pipeline.move import Move
 from hetpipe.pipeline.planning import free_table
+from hetpipe.pipeline.survivors import start_crew
 from hetpipe.sdk.host import registry
 
 SAMPLES = 12
@@ -374,6 +377,23 @@ def test_a_lost_member_has_its_new_speed_once_it_is_back(
         assert pipe._crew.cluster.member("m1").speed == 0.8
         with pytest.raises(HetpipeError, match="no member 'm7'"):
             pipe.set_speed("m7", 0.5)
+
+
+def test_a_speed_that_is_set_during_a_recovery_holds(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def set_and_start(cluster: Cluster) -> Crew:
+        setter = threading.Thread(target=pipe.set_speed, args=("m0", 0.7))
+        setter.start()
+        setter.join()
+        return start_crew(cluster)
+
+    monkeypatch.setattr(survival, "start_crew", set_and_start)
+    with opened(crews((DEVICE,) * 3, "shared-memory")) as pipe:
+        kill(pipe._crew, "m1")
+        pipe.step(*batches(1)[0])
+        assert [event.members for event in pipe.lost] == [("m1",)]
+        assert pipe._crew.cluster.member("m0").speed == 0.7
 
 
 @pytest.mark.parametrize(("rows", "left"), [(12, ["m0", "m1"]), (6, ["m0"])])
