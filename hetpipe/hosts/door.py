@@ -12,7 +12,6 @@ for another handshake if the wire is encrypted too.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import socket
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from hetpipe.errors import ClusterError
 from hetpipe.hosts.facts import Facts, parse_record, problem_of_name
 from hetpipe.hosts.tls import HANDSHAKE_S, RefusedError, TlsStream, shut, tls_context
+from hetpipe.sockets import connected
 from hetpipe.words import short
 
 logger = logging.getLogger("hetpipe")
@@ -239,7 +239,7 @@ def dial(
     Raises `ClusterError` if the other host refuses, and `OSError` if it does not answer.
     """
     place = f"{address[0]} port {address[1]}"
-    sock = _connected(address)
+    sock = connected(address, HANDSHAKE_S)
     try:
         stream = TlsStream(sock, secret, server=False)
         _send(stream, {"call": asdict(call), "facts": asdict(facts)})
@@ -271,21 +271,7 @@ def dial(
 def reach(device: object, addresses: Sequence[tuple[str, int]]) -> None:
     """In a worker: connect to doors. Raises `OSError` if one does not answer."""
     for address in addresses:
-        _connected(address).close()
-
-
-def _connected(address: tuple[str, int]) -> socket.socket:
-    """Return a socket that is connected to a door. Raises `OSError`.
-
-    A host that was away and has come back gets a second try: this host's system may have asked the
-    network for it before, and then the first try ends when the system gives up.
-    """
-    try:
-        return socket.create_connection(address, timeout=HANDSHAKE_S)
-    except OSError as error:
-        if error.errno != errno.EHOSTUNREACH:
-            raise
-        return socket.create_connection(address, timeout=HANDSHAKE_S)
+        connected(address, HANDSHAKE_S).close()
 
 
 def _other_version(message: dict[str, Any], ours: Facts) -> str:

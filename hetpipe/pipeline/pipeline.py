@@ -210,7 +210,7 @@ class Pipeline(Saving):
         """Emulate another speed on a member from now on; see `Crew.set_speed`. With
         `survive="auto"`, a lost member has it once it is back."""
         with self._guard("set_speed", alone=False):
-            set_speed(self._survival, self._crew, member, speed)
+            set_speed(self._survival, lambda: self._training.setup.crew, member, speed)
 
     def evaluate(
         self,

@@ -84,12 +84,14 @@ def end_survival(survival: Survival | None) -> None:
         survival.absent.close()
 
 
-def set_speed(survival: Survival | None, crew: Crew, member: str, speed: float) -> None:
-    """Emulate another speed on a member, or on a lost one once it is back."""
+def set_speed(
+    survival: Survival | None, present: Callable[[], Crew], member: str, speed: float
+) -> None:
+    """Emulate another speed on a member of the `present` crew, or on a lost one once it is back."""
     if survival is None:
-        crew.set_speed(member, speed)
+        present().set_speed(member, speed)
     else:
-        survival.absent.set_speed(lambda: survival.crew, member, speed)
+        survival.absent.set_speed(present, member, speed)
 
 
 class Survival:
@@ -127,11 +129,6 @@ class Survival:
         self.snapshot()
         self._copies.wait(crew.check_copying)
         start_servers(crew.cluster, crew.infos)
-
-    @property
-    def crew(self) -> Crew:
-        """The present crew."""
-        return self._training.setup.crew
 
     @property
     def nbytes(self) -> int:
