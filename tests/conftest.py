@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,6 +28,10 @@ with suppress(ImportError, AttributeError):
 
     _export._materialize_cpp_cia_ops = functools.cache(_export._materialize_cpp_cia_ops)
 gc.set_threshold(50_000, 20, 100)
+
+# A shell lets the commands that it starts in the background ignore Ctrl-C, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
