@@ -211,11 +211,12 @@ class Workers:
 
     def close(self) -> None:
         """End all workers; safe to call twice. Does nothing in a fork of the process."""
+        self._end("these workers are closed: make another pipeline, or start another crew")
+
+    def _end(self, reason: str) -> None:
         if self._control.owns:
             self._close()
-            self._control.end(
-                "these workers are closed: make another pipeline, or start another crew"
-            )
+            self._control.end(reason)
 
     def __enter__(self) -> Self:
         return self
@@ -246,8 +247,7 @@ class Workers:
         try:
             yield
         except BaseException as error:
-            self._close()
-            self._control.end(f"the crew is closed: {type(error).__name__} broke off a call")
+            self._end(f"the crew is closed: {type(error).__name__} broke off a call")
             raise
 
     def _await_devices(self) -> None:

@@ -54,6 +54,19 @@ def messages_of_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
     return list(json.loads(text))
 
 
+def test_a_refused_call_of_a_fork_ends_no_workers() -> None:
+    """The end of a crew over hosts would send messages on connections of the parent."""
+    with Crew.start(Cluster((Member("m0", "numpy:cpu:0"),), transport="shared-memory")) as crew:
+        calls = [
+            lambda: crew.begin_each("engine_backends:pid", {"m0": ()}),
+            lambda: crew.set_speed("m0", 0.5), lambda: crew._control.failed,
+        ]  # fmt: skip
+        begun, set_speed, failed = messages_of_a_fork(calls)
+    assert "is a fork of process" in begun
+    assert "is a fork of process" in set_speed
+    assert failed == "no error, but False"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_every_call_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None:
